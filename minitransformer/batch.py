@@ -1,0 +1,92 @@
+"""One forward pass's worth of tokens: which ids, at which positions, and where their keys and values live.
+
+The learner's packed batch and the sampler's paged batch are the same object. A packed batch is a paged one whose
+key/value store is the batch itself, so attention has a single definition.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """S sequences, T query tokens, one after another.
+
+    ids_T, positions_T      int64 [T]; a position is absolute within its own sequence
+    cu_seqlens              S + 1 bounds of the sequences' query tokens in T
+    kv_lens                 S: keys that the last query of a sequence sees (its position + 1)
+    key_rows_SL             int64 [S, max(kv_lens)]: row of the key/value store of absolute position j; -1 past the end
+    store_rows_T            int64 [T]: row of the store that takes token t's own key and value
+    logit_rows_L            int64 [L]: rows of T whose logits are wanted; None means all
+    request_ids             S: names of the sequences in traces
+    """
+
+    ids_T: Tensor
+    positions_T: Tensor
+    cu_seqlens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    key_rows_SL: Tensor
+    store_rows_T: Tensor
+    logit_rows_L: Tensor | None
+    request_ids: tuple[int, ...]
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.kv_lens)
+
+    @classmethod
+    def packed(cls, sequences: Sequence[Sequence[int]], request_ids: Sequence[int] | None = None) -> "Batch":
+        """Whole sequences from position 0; keys and values are the batch's own."""
+        lengths = [len(s) for s in sequences]
+        starts = _bounds(lengths)
+        rows = torch.full((len(lengths), max(lengths)), -1, dtype=torch.int64)
+        for s, n in enumerate(lengths):
+            rows[s, :n] = torch.arange(starts[s], starts[s + 1])
+        return cls(
+            ids_T=torch.tensor([i for s in sequences for i in s], dtype=torch.int64),
+            positions_T=torch.cat([torch.arange(n) for n in lengths]),
+            cu_seqlens=starts,
+            kv_lens=tuple(lengths),
+            key_rows_SL=rows,
+            store_rows_T=torch.arange(starts[-1]),
+            logit_rows_L=None,
+            request_ids=tuple(range(len(lengths)) if request_ids is None else request_ids),
+        )
+
+    @classmethod
+    def paged(
+        cls,
+        new_ids: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        page_tables: Sequence[Sequence[int]],
+        page_size: int,
+        logit_rows: Sequence[int] | None = None,
+        request_ids: Sequence[int] | None = None,
+    ) -> "Batch":
+        """New tokens new_ids[s] at positions starts[s].. of sequences whose keys live in pages page_tables[s]."""
+        lengths = [len(ids) for ids in new_ids]
+        kv_lens = [start + n for start, n in zip(starts, lengths, strict=True)]
+        rows = torch.full((len(lengths), max(kv_lens)), -1, dtype=torch.int64)
+        for s, kv_len in enumerate(kv_lens):
+            j = torch.arange(kv_len)
+            rows[s, :kv_len] = torch.tensor(page_tables[s], dtype=torch.int64)[j // page_size] * page_size + j % page_size
+        return cls(
+            ids_T=torch.tensor([i for ids in new_ids for i in ids], dtype=torch.int64),
+            positions_T=torch.cat([torch.arange(a, b) for a, b in zip(starts, kv_lens, strict=True)]),
+            cu_seqlens=_bounds(lengths),
+            kv_lens=tuple(kv_lens),
+            key_rows_SL=rows,
+            store_rows_T=torch.cat([rows[s, a:b] for s, (a, b) in enumerate(zip(starts, kv_lens, strict=True))]),
+            logit_rows_L=None if logit_rows is None else torch.tensor(logit_rows, dtype=torch.int64),
+            request_ids=tuple(range(len(lengths)) if request_ids is None else request_ids),
+        )
+
+
+def _bounds(lengths: Sequence[int]) -> tuple[int, ...]:
+    bounds = [0]
+    for n in lengths:
+        bounds.append(bounds[-1] + n)
+    return tuple(bounds)
