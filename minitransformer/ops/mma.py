@@ -209,14 +209,16 @@ def _from_bits(u):
 
 
 @njit(nogil=True, cache=True)
-def _chain_panels(begin, end, a, values, exponents, b, k_major, c, out):
-    """Panels begin..end of 32 columns, every row."""
+def _chain_panels(begin, end, a, values, exponents, b, k_major, offsets, c, out):
+    """Work items begin..end: (group, panel of 32 columns) pairs; group e multiplies rows offsets[e]..offsets[e + 1] by b[e]."""
     work = workspace()
-    for panel in range(begin, end):
-        n0 = panel * COLUMNS
-        for m0 in range(0, a.shape[0], ROWS):
-            m1 = min(m0 + ROWS, a.shape[0])
-            chain_block(a, values, exponents, m0, m1, b, k_major, n0, c, work)
+    panels = (out.shape[1] + COLUMNS - 1) // COLUMNS
+    for item in range(begin, end):
+        group, n0 = item // panels, (item % panels) * COLUMNS
+        last = offsets[group + 1]
+        for m0 in range(offsets[group], last, ROWS):
+            m1 = min(m0 + ROWS, last)
+            chain_block(a, values, exponents, m0, m1, b[group], k_major, n0, c, work)
             for i in range(m1 - m0):
                 for j in range(min(COLUMNS, out.shape[1] - n0)):
                     out[m0 + i, n0 + j] = work[3][i, j]
@@ -239,16 +241,26 @@ def split_operand(a_bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 NO_ACCUMULATOR = np.empty((0, 0), np.float32)
 
 
-def chain_bits(a: np.ndarray, b: np.ndarray, k_major: bool, c: np.ndarray = NO_ACCUMULATOR) -> np.ndarray:
-    """a [M, K], b [K, N] (k_major) or [N, K]: BF16 bits as uint16, C-contiguous -> FP32 [M, N]."""
-    depth, width = b.shape if k_major else b.shape[::-1]
+def grouped_chain_bits(
+    a: np.ndarray, b: np.ndarray, k_major: bool, offsets: np.ndarray, c: np.ndarray = NO_ACCUMULATOR
+) -> np.ndarray:
+    """a [M, K] in groups of rows, one b [E, K, N] (k_major) or [E, N, K] a group: BF16 bits as uint16 -> FP32 [M, N].
+
+    offsets int64 [E + 1]: bounds of the groups' rows; c [M, N] FP32: incoming accumulators.
+    """
+    depth, width = b.shape[1:] if k_major else b.shape[:0:-1]
     if a.shape[1] != depth:
         raise ValueError(f"chain: a is {a.shape} but b has K = {depth}")
     out = np.empty((a.shape[0], width), np.float32)
     if a.shape[0] and width:
-        values, exponents = split_operand(a)
-        cpu.parallel(_chain_panels, -(-width // COLUMNS), a, values, exponents, b, k_major, c, out)
+        items = b.shape[0] * -(-width // COLUMNS)
+        cpu.parallel(_chain_panels, items, a, *split_operand(a), b, k_major, offsets, c, out)
     return out
+
+
+def chain_bits(a: np.ndarray, b: np.ndarray, k_major: bool, c: np.ndarray = NO_ACCUMULATOR) -> np.ndarray:
+    """a [M, K], b [K, N] (k_major) or [N, K]: BF16 bits as uint16, C-contiguous -> FP32 [M, N]."""
+    return grouped_chain_bits(a, b[None], k_major, np.array([0, a.shape[0]]), c)
 
 
 def chain(a_MK: Tensor, b_KN: Tensor, c_MN: Tensor | None = None) -> Tensor:

@@ -1,0 +1,72 @@
+"""Execution spec linear/1: y = x W^T, for qkv, o, the router gate, dense FFNs and the lm_head.
+
+    y[t, n] = bf16(chain over k of x[t, k] * W[n, k])         x [T, K] BF16, W [N, K] BF16, accumulator from zero (mma.py)
+    out_dtype FP32 (the lm_head): the chain's accumulator itself, no rounding
+
+Backward, straight through the roundings; dY is rounded to BF16 first when it arrives in FP32 (nearest even):
+    dX[t, k] = bf16(chain over n ascending of dY[t, n] * W[n, k])
+    dW[n, k] = bf16(chain over t ascending, in packed order, of dY[t, n] * X[t, k])
+No bias. Refused: other dtypes, K that does not match, devices without a kernel.
+"""
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from minitransformer.ops import cpu
+from minitransformer.ops.mma import chain_bits
+from minitransformer.ops.rounding import f32_to_bf16
+
+SPEC = "linear/1"
+
+
+@njit(nogil=True, cache=True)
+def _round_rows(begin, end, x, out):
+    for m in range(begin, end):
+        for n in range(x.shape[1]):
+            out[m, n] = f32_to_bf16(x[m, n])
+
+
+def round_bf16(x: np.ndarray) -> Tensor:
+    """FP32 [M, N] -> BF16 tensor, nearest even: the one rounding at the end of a product."""
+    out = torch.empty(x.shape, dtype=torch.bfloat16)
+    cpu.parallel(_round_rows, x.shape[0], x, cpu.bf16_bits(out), grain=16)
+    return out
+
+
+def forward(x_TK: Tensor, weight_NK: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    cpu.on_cpu("linear", x_TK, weight_NK)  # the Triton kernel will branch here
+    acc = chain_bits(cpu.bf16_bits(x_TK), cpu.bf16_bits(weight_NK), k_major=False)
+    return torch.from_numpy(acc) if out_dtype == torch.float32 else round_bf16(acc)
+
+
+def backward(dy_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, need_dx=True, need_dw=True) -> tuple:
+    """dY [T, N] BF16 or FP32 -> (dX [T, K] BF16 or None, dW [N, K] BF16 or None)."""
+    dy = round_bf16(cpu.f32(dy_TN)) if dy_TN.dtype == torch.float32 else dy_TN
+    dx = round_bf16(chain_bits(cpu.bf16_bits(dy), cpu.bf16_bits(weight_NK), k_major=True)) if need_dx else None
+    dw = round_bf16(chain_bits(cpu.bf16_bits(dy.t()), cpu.bf16_bits(x_TK), k_major=True)) if need_dw else None
+    return dx, dw
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TK, weight_NK, out_dtype):
+        ctx.save_for_backward(x_TK, weight_NK)
+        return forward(x_TK, weight_NK, out_dtype)
+
+    @staticmethod
+    def backward(ctx, dy_TN):
+        return *backward(dy_TN, *ctx.saved_tensors, *ctx.needs_input_grad[:2]), None
+
+
+def linear(x_TK: Tensor, weight_NK: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """x [T, K] BF16 times W [N, K] BF16 transposed -> [T, N] BF16, or FP32 with out_dtype=torch.float32.
+
+    Raises ValueError on shapes or an out_dtype that do not fit, TypeError on dtypes, UnsupportedDevice off the CPU.
+    """
+    if x_TK.dim() != 2 or weight_NK.dim() != 2 or x_TK.shape[1] != weight_NK.shape[1]:
+        raise ValueError(f"linear: x is {tuple(x_TK.shape)}, weight is {tuple(weight_NK.shape)}; K must be the same")
+    if out_dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"linear: out_dtype must be torch.bfloat16 or torch.float32, got {out_dtype}")
+    return _Linear.apply(x_TK, weight_NK, out_dtype)
