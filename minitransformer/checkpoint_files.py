@@ -1,0 +1,179 @@
+"""Named tensors on disk: safetensors files read one tensor at a time, and directories that appear whole or not at all.
+
+Nothing here knows a model. Pickle is never opened: it runs code. Every error of a file is an InputError of one line.
+"""
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from minitransformer.errors import InputError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file; a key that stands twice in one object is refused, not overwritten."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            raise InputError(f"{path}: the key {next(k for k in keys if keys.count(k) > 1)!r} stands twice; remove one")
+        return found
+
+    try:
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"{path}: not valid JSON ({error}); write or download it again") from None
+
+
+def first_few(names: Iterable[str]) -> str:
+    """'a, b, c and 4 more', for messages."""
+    names = sorted(names)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+class TensorFiles:
+    """The tensors of a checkpoint directory (model.safetensors, or the shards of an index), read when asked for.
+
+    files[name] is the file that holds it; shapes[name] a tuple; dtypes[name] safetensors' word for it ("BF16", "F32").
+    Raises InputError when a file is missing or damaged, or when index and shards do not name the same tensors.
+    """
+
+    def __init__(self, directory: str | os.PathLike) -> None:
+        self.directory = Path(directory)
+        self.files: dict[str, str] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        index = self._index()
+        self._open = {name: self._open_file(name) for name in sorted(set(index.values()) if index else {SINGLE})}
+        for file, handle in self._open.items():
+            for name in handle.keys():
+                if name in self.files:
+                    raise InputError(f"{self.directory}: {name} is stored twice, in {self.files[name]} and {file}")
+                view = handle.get_slice(name)
+                self.files[name], self.dtypes[name] = file, view.get_dtype()
+                self.shapes[name] = tuple(view.get_shape())
+        if index is not None and index != self.files:
+            wrong = {n for n in index.keys() | self.files.keys() if index.get(n) != self.files.get(n)}
+            raise InputError(f"{self.directory}/{INDEX}: does not say where {first_few(wrong)} is; write it again")
+
+    def __getitem__(self, name: str) -> Tensor:
+        try:
+            return self._open[self.files[name]].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{self.directory}/{self.files[name]}: {name} cannot be read ({error})") from None
+
+    def _index(self) -> dict[str, str] | None:
+        """weight_map of the index, or None for a single file."""
+        here = {path.name for path in self.directory.iterdir()}
+        if INDEX in here and SINGLE in here:
+            raise InputError(f"{self.directory}: holds both {SINGLE} and {INDEX}; remove the one that is out of date")
+        if SINGLE in here:
+            return None
+        if INDEX not in here:
+            pickles = [name for name in here if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".pkl"))]
+            if pickles:
+                raise InputError(
+                    f"{self.directory}: only pickled weights ({first_few(pickles)}), which are never opened because "
+                    "they run code; convert them to safetensors"
+                )
+            raise InputError(f"{self.directory}: no {SINGLE} and no {INDEX}; is this a checkpoint?")
+        content = read_json(self.directory / INDEX)
+        index = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(index, dict) or not index:
+            raise InputError(f"{self.directory}/{INDEX}: has no weight_map; write it again")
+        for name, file in index.items():
+            # A shard is a file of this directory; an index must not be able to point elsewhere.
+            if not isinstance(file, str) or file != os.path.basename(file) or file in ("", ".", ".."):
+                raise InputError(f"{self.directory}/{INDEX}: {name} is said to be in {file!r}, which is no file name")
+        if absent := set(index.values()) - here:
+            raise InputError(
+                f"{self.directory}: {first_few(absent)} is missing but named in {INDEX}; download it again"
+            )
+        return index
+
+    def _open_file(self, name: str) -> Any:
+        try:
+            return safe_open(self.directory / name, framework="pt", device="cpu")
+        except (SafetensorError, OSError) as error:
+            raise InputError(
+                f"{self.directory}/{name}: not a complete safetensors file ({error}); download or save it again"
+            ) from None
+
+
+def write_safetensors(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Write BF16 or FP32 tensors in the safetensors format, one after another without a second copy of the file.
+
+    The format: a little-endian uint64 length, that many bytes of JSON ({name: dtype, shape, data_offsets}), the data.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors:
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # keeps the data aligned
+    with open(path, "xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in tensors:
+            flat = tensor.detach().cpu().contiguous().view(-1)
+            file.write(flat.view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Indented UTF-8 with sorted keys, so that the same content is the same bytes."""
+    path.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def replacing_directory(directory: str | os.PathLike, own: Iterable[str]) -> Iterator[Path]:
+    """A new directory to write into, renamed to `directory` at the end; on an error it is removed.
+
+    own: patterns of file names that an existing `directory` may hold and lose. InputError when it holds anything else,
+    or when it can't be written.
+    """
+    target = Path(directory).resolve()
+    if target.exists():
+        foreign = (
+            [p.name for p in target.iterdir() if not any(p.match(o) for o in own)] if target.is_dir() else ["a file"]
+        )
+        if foreign:
+            raise InputError(
+                f"{directory}: exists and is not just a checkpoint ({first_few(foreign)}); choose another place"
+            )
+    temporary, old = (target.with_name(f".{target.name}.{kind}-{secrets.token_hex(4)}") for kind in ("new", "old"))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir()
+        yield temporary
+        # Two renames, because a directory with files can't be renamed over; a complete copy exists at every moment.
+        if target.exists():
+            target.rename(old)
+        try:
+            temporary.rename(target)
+        except OSError:
+            if old.exists():
+                old.rename(target)
+            raise
+    except OSError as error:
+        raise InputError(f"{directory}: cannot be written ({error.strerror}); nothing was changed") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
