@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from minitransformer.errors import InputError
+from minitransformer.ops.rope import rope_frequencies
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def inverse_frequencies(config) -> tuple[np.ndarray, float]:
     multiplied by the attention factor (1.0 without YaRN) before the one rounding to FP32.
     """
     H, theta, yarn = config.head_dim, float(config.rope_theta), config.rope_scaling
-    plain = 1.0 / theta ** (np.arange(0, H, 2, dtype=np.float64) / H)
+    plain = rope_frequencies(H, theta)  # without libm, whose last bit varies
     if yarn is None:
         return plain, 1.0
     ramp = yarn.ramp(H, theta)

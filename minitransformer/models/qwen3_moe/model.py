@@ -1,0 +1,200 @@
+"""Qwen3-MoE, top to bottom. Each line of a forward is one arrow of the diagram (README.md beside this file).
+
+T tokens of the batch, D hidden, N query heads, G key/value heads, H head size, E experts, K experts a token,
+R = T * K routed rows in dispatch order, F expert hidden, V vocabulary, L rows whose logits are wanted.
+
+The learner calls model(batch), the sampler model(batch, cache). State is passed, never looked up.
+"""
+
+import os
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from minitransformer.batch import Batch
+from minitransformer.models.qwen3_moe import weights
+from minitransformer.models.qwen3_moe.config import Qwen3MoeConfig, inverse_frequencies
+from minitransformer.ops import dispatch, kv_store
+from minitransformer.ops.attention import attention
+from minitransformer.ops.embedding import embedding
+from minitransformer.ops.grouped_linear import grouped_linear
+from minitransformer.ops.linear import linear
+from minitransformer.ops.rms_norm import rms_norm, rms_norm_residual
+from minitransformer.ops.rope import rope, rope_table
+from minitransformer.ops.router import router
+from minitransformer.ops.swiglu import swiglu
+
+Note = Callable[[str, Tensor], None]  # takes a stage's name and its tensor; rows are the batch's tokens
+
+
+def no_trace(stage: str, tensor: Tensor) -> None:
+    """The note of a run that keeps no trace."""
+
+
+class Weight(nn.Module):
+    """One BF16 parameter; the operators are functions that take it."""
+
+    def __init__(self, *shape: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape, dtype=torch.bfloat16))
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Qwen3MoeConfig):
+        super().__init__()
+        self.config = config
+        heads = config.num_heads + 2 * config.num_kv_heads
+        self.qkv = Weight(heads * config.head_dim, config.hidden_size)
+        self.q_norm, self.k_norm = Weight(config.head_dim), Weight(config.head_dim)
+        self.o = Weight(config.hidden_size, config.num_heads * config.head_dim)
+
+    def forward(self, x_TD: Tensor, batch: Batch, rope_table_PH: Tensor, store, note: Note) -> Tensor:
+        N, G, eps = self.config.num_heads, self.config.num_kv_heads, self.config.rms_eps
+        qkv_THH = linear(x_TD, self.qkv.weight).view(x_TD.shape[0], N + 2 * G, self.config.head_dim)
+        note("qkv", qkv_THH)
+        q_TNH, k_TGH, v_TGH = (x.contiguous() for x in qkv_THH.split([N, G, G], dim=1))
+        q_TNH, k_TGH = rms_norm(q_TNH, self.q_norm.weight, eps), rms_norm(k_TGH, self.k_norm.weight, eps)
+        note("q_norm", q_TNH), note("k_norm", k_TGH)
+        q_TNH, k_TGH = rope(q_TNH, k_TGH, batch.positions_T, rope_table_PH)
+        note("q_rope", q_TNH), note("k_rope", k_TGH)
+        if store is not None:  # the sampler: keys and values live in pages
+            kv_store.store(k_TGH, v_TGH, *store, batch.store_rows_T)
+            k_TGH, v_TGH = store
+        o_TNH = attention(q_TNH, k_TGH, v_TGH, batch)
+        note("attention", o_TNH)
+        return linear(o_TNH.flatten(1), self.o.weight)
+
+
+class DenseMlp(nn.Module):
+    def __init__(self, config: Qwen3MoeConfig):
+        super().__init__()
+        self.gate_up = Weight(2 * config.intermediate_size, config.hidden_size)  # gate rows first
+        self.down = Weight(config.hidden_size, config.intermediate_size)
+
+    def forward(self, x_TD: Tensor, note: Note) -> Tensor:
+        gate_up_T2I = linear(x_TD, self.gate_up.weight)
+        note("gate_up", gate_up_T2I)
+        h_TI = swiglu(gate_up_T2I)
+        note("swiglu", h_TI)
+        y_TD = linear(h_TI, self.down.weight)
+        note("down", y_TD)
+        return y_TD
+
+
+class SparseMlp(nn.Module):
+    def __init__(self, config: Qwen3MoeConfig):
+        super().__init__()
+        self.config = config
+        E, D, F = config.num_experts, config.hidden_size, config.expert_size
+        self.router = Weight(E, D)
+        self.gate_up = Weight(E, 2 * F, D)  # gate rows first
+        self.down = Weight(E, D, F)
+
+    def forward(self, x_TD: Tensor, note: Note) -> Tensor:
+        logits_TE = linear(x_TD, self.router.weight)
+        note("router_logits", logits_TE)
+        weights_TK, expert_ids_TK = router(logits_TE, self.config.top_k, self.config.norm_topk_prob)
+        note("expert_ids", expert_ids_TK), note("routing_weights", weights_TK)
+        plan = dispatch.plan(expert_ids_TK, self.config.num_experts)
+        x_RD = dispatch.gather(x_TD, plan)
+        gate_up_R2F = grouped_linear(x_RD, self.gate_up.weight, plan)
+        note("gate_up", dispatch.slots(gate_up_R2F, plan))
+        h_RF = swiglu(gate_up_R2F)
+        note("swiglu", dispatch.slots(h_RF, plan))
+        y_RD = grouped_linear(h_RF, self.down.weight, plan, weights_TK)
+        note("down", dispatch.slots(y_RD, plan))
+        y_TD = dispatch.combine(y_RD, plan)
+        note("combine", y_TD)
+        return y_TD
+
+
+class Layer(nn.Module):
+    def __init__(self, config: Qwen3MoeConfig, index: int):
+        super().__init__()
+        self.index, self.eps = index, config.rms_eps
+        self.input_norm = Weight(config.hidden_size)
+        self.attn = Attention(config)
+        self.post_norm = Weight(config.hidden_size)
+        self.mlp = SparseMlp(config) if config.sparse_layers[index] else DenseMlp(config)
+
+    def forward(self, x_TD: Tensor, residual_TD: Tensor | None, batch: Batch, rope_table_PH: Tensor, store, note: Note):
+        """-> (the MLP's output, the residual before it is added): the next norm adds the two."""
+
+        def here(stage: str, tensor: Tensor) -> None:
+            note(f"layers.{self.index}.{stage}", tensor)
+
+        if residual_TD is None:
+            h_TD, residual_TD = rms_norm(x_TD, self.input_norm.weight, self.eps), x_TD
+        else:
+            h_TD, residual_TD = rms_norm_residual(x_TD, residual_TD, self.input_norm.weight, self.eps)
+        here("input_norm", h_TD)
+        o_TD = self.attn(h_TD, batch, rope_table_PH, store, here)
+        here("o", o_TD)
+        h_TD, residual_TD = rms_norm_residual(o_TD, residual_TD, self.post_norm.weight, self.eps)
+        here("post_norm", h_TD)
+        return self.mlp(h_TD, here), residual_TD
+
+
+class Qwen3MoeForCausalLM(nn.Module):
+    """The whole network. Parameters are BF16 and uninitialised until weights are loaded or set.
+
+    config: shapes and options; tokenizer: of the checkpoint, or None; weights_version: raised by whoever changes the
+    weights, so that caches of old keys and values are dropped.
+    """
+
+    def __init__(self, config: Qwen3MoeConfig):
+        super().__init__()
+        self.config = config
+        self.tokenizer = None
+        self.weights_version = 0
+        self.embed_tokens = Weight(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
+        self.norm = Weight(config.hidden_size)
+        self.lm_head = None if config.tie_word_embeddings else Weight(config.vocab_size, config.hidden_size)
+        # A plain attribute: casting the module to BF16 must not cast the table.
+        frequencies, magnitude = inverse_frequencies(config)
+        self.rope_table = rope_table(
+            config.head_dim, config.rope_theta, config.max_positions, frequencies, magnitude
+        )
+
+    def forward(self, batch: Batch, cache=None, trace=None, recompute: bool = False) -> Tensor:
+        """Logits [L, V] FP32 of the batch's rows (all of them unless batch.logit_rows_L is set).
+
+        cache: sampler.cache.KVCache, or None to attend within the batch. trace: alignment.trace.Trace or None.
+        recompute: keep only each layer's input for the backward pass and run the layer again there; the same bits.
+        """
+        note = trace.bind(batch) if trace is not None else no_trace
+        x_TD, residual_TD = embedding(batch.ids_T, self.embed_tokens.weight), None
+        note("embedding", x_TD)
+        for i, layer in enumerate(self.layers):
+            store = None if cache is None else (cache.k[i], cache.v[i])
+            args = (x_TD, residual_TD, batch, self.rope_table, store, note)
+            x_TD, residual_TD = checkpoint(layer, *args, use_reentrant=False) if recompute else layer(*args)
+        h_TD, _ = rms_norm_residual(x_TD, residual_TD, self.norm.weight, self.config.rms_eps)
+        note("final_norm", h_TD)
+        h_LD = h_TD if batch.logit_rows_L is None else h_TD[batch.logit_rows_L]
+        logits_LV = linear(h_LD, (self.lm_head or self.embed_tokens).weight, torch.float32)
+        note("logits", logits_LV)
+        return logits_LV
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
+
+    @property
+    def spec(self):
+        """ExecutionSpec: what decides this model's bits; learner and sampler compare it first."""
+        from minitransformer.spec import ExecutionSpec  # spec.py reads the ops, which import nothing of it
+
+        return ExecutionSpec.of(self)
+
+    @classmethod
+    def from_pretrained(cls, directory: str | os.PathLike) -> "Qwen3MoeForCausalLM":
+        """Loads a Hugging Face checkpoint (safetensors only), complete or not at all; InputError says what is wrong."""
+        return weights.load(cls, directory)
+
+    def save_pretrained(self, directory: str | os.PathLike) -> None:
+        """Writes a checkpoint that transformers loads, under a temporary name first."""
+        weights.save(self, directory)
