@@ -13,13 +13,13 @@ exp2_hw(x)    ex2.approx.ftz.f32 of Hopper through its table (measured on an H20
 log_32(x)     x = 2^e * m, m in [sqrt(1/2), sqrt(2)), f = m - 1 (exact), r = Horner in fma32 with LOG[10..3] then -1/2,
               t = fma32(e, LN2_LO, fl(fl(f * f) * r)), result fma32(e, LN2_HI, fl(f + t)). 0 gives -infinity, x < 0 NaN,
               infinity infinity. About 1 ulp
-log_64(x)     the same reduction in FP64, s = f / (2 + f), log(1 + f) = f - s * (f - R), R = Taylor in z = s * s by fma64.
-              About 1 ulp of FP64. IEEE operations only, so that no libm is asked
+log_64(x)     the same reduction in FP64, s = f / (2 + f), log(1 + f) = f - s * (f - R), R = Taylor in z = s * s by
+              fma64. About 1 ulp of FP64. IEEE operations only, so that no libm is asked
 silu_32(x)    x / (1 + exp2_32(x * -log2 e)): fl product, fl sum, IEEE divide. +infinity gives infinity, NaN gives NaN,
               -infinity gives NaN (infinity / infinity), below about -88.7 the result is -0. The rounded product
               makes the relative error for x < 0 grow as |x| * 2^-24
-lane_sum      128 lanes that start at +0; lane l adds elements l, l + 128, ... ascending; then a halving tree: lane l adds
-              lane l + 64, then l + 32, ... l + 1. Lanes past the end of a short row stay +0
+lane_sum      128 lanes that start at +0; lane l adds elements l, l + 128, ... ascending; then a halving tree: lane l
+              adds lane l + 64, then l + 32, ... l + 1. Lanes past the end of a short row stay +0
 quad_sum      lane t of four adds columns 8j + 2t, 8j + 2t + 1 for ascending j, starting from its first column; then
               (lane 0 + lane 2) + (lane 1 + lane 3). The length is a multiple of 8. The order of Triton's tl.sum over an
               accumulator tile whose rows belong to one warp each
@@ -62,7 +62,7 @@ _LAST_FLUSHED, _FIRST_INF, _HW_LIMIT = np.float32(-126), np.float32(128), np.flo
 _TWO23 = np.float32(2**23)
 _MANTISSA = np.int64(2**23 - 1)
 
-# NumPy's error model: a divide by zero is IEEE's infinity or NaN. Numba's default would test and raise, and not vectorise.
+# NumPy's error model: a divide by zero is IEEE's infinity or NaN. Numba's default tests for it, and does not vectorise.
 jit = njit(nogil=True, cache=True, error_model="numpy")
 
 
@@ -247,7 +247,7 @@ def lane_tree(lanes):
 
 @jit
 def lane_sum(x):
-    """Lane sum of a 1-D FP32 array. Operators that make their terms on the fly add into 128 lanes and call lane_tree."""
+    """Lane sum of a 1-D FP32 array. Operators that make terms on the fly fill 128 lanes and call lane_tree."""
     lanes = np.zeros(LANES, np.float32)
     for start in range(0, x.size, LANES):
         for l in range(min(LANES, x.size - start)):
@@ -288,7 +288,7 @@ def ex2_base() -> np.ndarray:
 
 
 def ex2_table() -> np.ndarray:
-    """T [2^23] FP32 in [1, 2), read-only, 32 MB, built and checked once a process. RuntimeError if the hash is wrong."""
+    """T [2^23] FP32 in [1, 2), read-only, 32 MB, built once a process. RuntimeError if its hash is wrong."""
     with _ex2_lock:
         if not _ex2:
             with np.load(_EX2_FILE) as file:

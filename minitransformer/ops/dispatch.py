@@ -1,0 +1,140 @@
+"""Execution spec dispatch/1: routed tokens to expert order and back.
+
+    plan     sorts the R = T * K flat slots t * K + k by expert, then token, then slot (a stable counting sort)
+    gather   x_R[r] = x_T[order[r] // K]                     row copy, no arithmetic
+    combine  y_T[t] = bf16(sum over k ascending of y_R[rows[t, k]])
+             FP32, starting from +0, one addition a slot in slot order, one rounding at the end
+
+The routing weights are not applied here but in grouped_linear (down), once. The order of the sum is that of the slots,
+not of the experts' rows, so it does not depend on the other tokens or on T.
+
+Backward: gather's is combine's sum (slot order, FP32, one rounding); combine's is gather.
+Refused: an expert id outside 0 .. E - 1, shapes that do not fit the plan, dtypes, devices without a kernel.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minitransformer.errors import InputError
+from minitransformer.ops import cpu
+from minitransformer.ops.rounding import bf16_to_f32, f32_to_bf16, jit
+
+SPEC = "dispatch/1"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where each routed row goes.
+
+    order_R   int64 [R]: flat slot t * K + k of row r in dispatch order
+    rows_TK   int64 [T, K]: row of each slot (the inverse)
+    offsets   E + 1 bounds: expert e owns rows offsets[e] .. offsets[e + 1]
+    """
+
+    order_R: Tensor
+    rows_TK: Tensor
+    offsets: tuple[int, ...]
+
+
+@jit
+def _counting_sort(ids_R, offsets, order_R, rows_R):
+    # Slots are visited in ascending order, so rows of one expert stay sorted by token, then slot.
+    for r in range(ids_R.size):
+        offsets[ids_R[r] + 1] += 1
+    for e in range(offsets.size - 1):
+        offsets[e + 1] += offsets[e]
+    place = offsets[:-1].copy()
+    for r in range(ids_R.size):
+        row = place[ids_R[r]]
+        place[ids_R[r]] = row + 1
+        order_R[row] = r
+        rows_R[r] = row
+
+
+def plan(expert_ids_TK: Tensor, num_experts: int) -> Plan:
+    """Dispatch plan of expert ids int64 [T, K], each in 0 .. num_experts - 1 (InputError otherwise)."""
+    cpu.on_cpu("dispatch.plan", expert_ids_TK)
+    ids = cpu.i64(expert_ids_TK)
+    if ids.ndim != 2:
+        raise ValueError(f"dispatch.plan: expert ids are {ids.shape}, expected [T, K]")
+    if ids.size and (ids.min() < 0 or ids.max() >= num_experts):
+        t, k = np.argwhere((ids < 0) | (ids >= num_experts))[0]
+        raise InputError(f"dispatch.plan: expert id {ids[t, k]} of token {t}, slot {k} is outside 0..{num_experts - 1}")
+    offsets = np.zeros(num_experts + 1, np.int64)
+    order, rows = np.empty(ids.size, np.int64), np.empty(ids.size, np.int64)
+    _counting_sort(ids.reshape(-1), offsets, order, rows)
+    return Plan(torch.from_numpy(order), torch.from_numpy(rows).view(ids.shape), tuple(offsets.tolist()))
+
+
+@jit
+def _sum_slots(begin, end, y_RD, rows_TK, out_TD):
+    acc = np.empty(y_RD.shape[1], np.float32)
+    for t in range(begin, end):
+        acc[:] = np.float32(0)
+        for k in range(rows_TK.shape[1]):
+            row = y_RD[rows_TK[t, k]]
+            for d in range(acc.size):
+                acc[d] += bf16_to_f32(row[d])  # fl, slot order
+        for d in range(acc.size):
+            out_TD[t, d] = f32_to_bf16(acc[d])  # the one rounding to BF16
+
+
+def gather_forward(x_TD: Tensor, plan: Plan) -> Tensor:
+    """x [T, D] BF16 -> [R, D], rows copied into dispatch order."""
+    cpu.on_cpu("dispatch.gather", x_TD)  # the Triton kernel will branch here
+    return x_TD.detach().index_select(0, plan.order_R // plan.rows_TK.shape[1])
+
+
+def combine_forward(y_RD: Tensor, plan: Plan) -> Tensor:
+    """y [R, D] BF16 -> [T, D] BF16: FP32 sum over the slots in slot order, one rounding."""
+    cpu.on_cpu("dispatch.combine", y_RD)  # the Triton kernel will branch here
+    rows = cpu.i64(plan.rows_TK)
+    out = torch.empty(rows.shape[0], y_RD.shape[1], dtype=torch.bfloat16)
+    cpu.parallel(_sum_slots, rows.shape[0], cpu.bf16_bits(y_RD), rows, cpu.bf16_bits(out), grain=16)
+    return out
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TD, plan):
+        ctx.plan = plan
+        return gather_forward(x_TD, plan)
+
+    @staticmethod
+    def backward(ctx, dx_RD):
+        return combine_forward(dx_RD, ctx.plan), None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y_RD, plan):
+        ctx.plan = plan
+        return combine_forward(y_RD, plan)
+
+    @staticmethod
+    def backward(ctx, dy_TD):
+        return gather_forward(dy_TD, ctx.plan), None
+
+
+def gather(x_TD: Tensor, plan: Plan) -> Tensor:
+    """x [T, D] BF16 -> [R, D] BF16 in dispatch order. ValueError on shapes, TypeError on dtypes."""
+    if x_TD.dim() != 2 or x_TD.shape[0] != plan.rows_TK.shape[0]:
+        raise ValueError(f"dispatch.gather: x is {tuple(x_TD.shape)}, the plan has {plan.rows_TK.shape[0]} tokens")
+    if x_TD.dtype != torch.bfloat16:
+        raise TypeError(f"dispatch.gather: x is {x_TD.dtype}, expected BF16")
+    return _Gather.apply(x_TD, plan)
+
+
+def combine(y_RD: Tensor, plan: Plan) -> Tensor:
+    """y [R, D] BF16 in dispatch order -> [T, D] BF16. ValueError on shapes, TypeError on dtypes."""
+    if y_RD.dim() != 2 or y_RD.shape[0] != plan.offsets[-1]:
+        raise ValueError(f"dispatch.combine: y is {tuple(y_RD.shape)}, the plan has {plan.offsets[-1]} rows")
+    return _Combine.apply(y_RD, plan)
+
+
+def slots(y_R: Tensor, plan: Plan) -> Tensor:
+    """Rows in dispatch order [R, ...] -> [T, K, ...], as traces keep them (no autograd)."""
+    return y_R.detach()[plan.rows_TK]

@@ -1,0 +1,126 @@
+"""Execution spec logprob/1: the log-probability of a token under the full softmax at the request's temperature.
+
+    t  = f32(temperature),  x[v] = fl(logit[v] / t)                       FP32 logits, IEEE divide
+    m  = max over v of x[v]
+    S  = lane sum over v of exp2_32(fl(fl(x[v] - m) * log2 e))            (rounding.py)
+    logprob = fl(fl(x[id] - m) - log_32(S))                               FP32
+
+Each row on its own. It is the distribution of all V tokens, never of those that top-k or top-p left: with truncation
+the sampler's own probabilities are larger. Greedy requests (temperature 0) are scored at temperature 1.
+Row t of the logits scores the token that follows it: ids[t] is the next token, and a sequence's first token has none.
+
+Backward, dlogits FP32 [T, V], d the FP32 gradient of the row:
+    p[v]       = fl(exp2_32(fl(fl(x[v] - m) * log2 e)) / S)
+    dlogits[v] = fl(fl(d * fl([v = id] - p[v])) / t)
+Refused: temperature <= 0 or not finite, an id outside the vocabulary, a row with a NaN or +infinity, or without any
+finite logit (-infinity alone stands for a token that cannot occur); shapes, dtypes, devices without a kernel.
+"""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minitransformer.errors import InputError
+from minitransformer.ops import cpu
+from minitransformer.ops.embedding import check_ids
+from minitransformer.ops.rounding import LANES, LOG2E, exp2_32, jit, lane_tree, log_32
+
+SPEC = "logprob/1"
+_ZERO, _ONE, _INF = np.float32(0), np.float32(1), np.float32(np.inf)
+
+
+@jit
+def row_max(row, lanes):
+    """Largest value of an FP32 row; NaN is passed over. lanes: scratch FP32 [128]."""
+    # A maximum has no rounding, so its order is free; 128 lanes let it vectorise.
+    lanes[:] = -_INF
+    for start in range(0, row.size, LANES):
+        for l in range(min(LANES, row.size - start)):
+            lanes[l] = row[start + l] if row[start + l] > lanes[l] else lanes[l]
+    top = -_INF
+    for l in range(LANES):
+        top = max(top, lanes[l])
+    return top
+
+
+@jit
+def _row_sum(row, t, m, lanes):
+    lanes[:] = _ZERO
+    for start in range(0, row.size, LANES):
+        for l in range(min(LANES, row.size - start)):
+            lanes[l] += exp2_32((row[start + l] / t - m) * LOG2E)
+    return lane_tree(lanes)
+
+
+@jit
+def _forward_cpu(begin, end, logits, ids, t, out, max_sum):
+    lanes = np.empty(LANES, np.float32)
+    for i in range(begin, end):
+        # Division by t > 0 is monotone even after rounding: the largest quotient is the largest logit's.
+        m = row_max(logits[i], lanes) / t
+        S = _row_sum(logits[i], t, m, lanes)
+        out[i] = (logits[i, ids[i]] / t - m) - log_32(S)
+        max_sum[i, 0], max_sum[i, 1] = m, S
+
+
+def forward(logits_TV: Tensor, ids_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """-> (log-probs FP32 [T], the rows' m and S FP32 [T, 2])."""
+    cpu.on_cpu("logprob", logits_TV, ids_T)  # the Triton kernel will branch here
+    ids = check_ids("logprob", ids_T, logits_TV.shape[1])
+    out, max_sum = torch.empty(ids.size), torch.empty(ids.size, 2)
+    args = cpu.f32(logits_TV), ids, np.float32(temperature), out.numpy(), max_sum.numpy()
+    cpu.parallel(_forward_cpu, ids.size, *args)
+    # An infinite maximum or a NaN anywhere in the row makes S NaN.
+    bad = max_sum[:, 1].isnan() | max_sum[:, 0].isinf()
+    if bad.any():
+        raise InputError(f"logprob: row {int(bad.int().argmax())} of the logits has a NaN or no finite maximum")
+    return out, max_sum
+
+
+@jit
+def _backward_cpu(begin, end, dout, logits, ids, t, max_sum, dlogits):
+    for i in range(begin, end):
+        m, S, d, token = max_sum[i, 0], max_sum[i, 1], dout[i], ids[i]
+        row, out = logits[i], dlogits[i]
+        for v in range(row.size):
+            p = exp2_32((row[v] / t - m) * LOG2E) / S
+            out[v] = (d * (_ZERO - p)) / t
+        p = exp2_32((row[token] / t - m) * LOG2E) / S
+        out[token] = (d * (_ONE - p)) / t
+
+
+def backward(dout_T: Tensor, logits_TV: Tensor, ids_T: Tensor, temperature: float, max_sum_T2: Tensor) -> Tensor:
+    """d of the log-probs FP32 [T] -> dlogits FP32 [T, V]."""
+    dlogits = torch.empty(logits_TV.shape)
+    args = cpu.f32(logits_TV), cpu.i64(ids_T), np.float32(temperature), cpu.f32(max_sum_T2), dlogits.numpy()
+    cpu.parallel(_backward_cpu, dlogits.shape[0], cpu.f32(dout_T), *args)
+    return dlogits
+
+
+class _LogProb(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits_TV, ids_T, temperature):
+        out, max_sum = forward(logits_TV, ids_T, temperature)
+        ctx.save_for_backward(logits_TV, ids_T, max_sum)
+        ctx.temperature = temperature
+        return out
+
+    @staticmethod
+    def backward(ctx, dout_T):
+        logits_TV, ids_T, max_sum = ctx.saved_tensors
+        return backward(dout_T, logits_TV, ids_T, ctx.temperature, max_sum), None, None
+
+
+def logprob(logits_TV: Tensor, ids_T: Tensor, temperature: float = 1.0) -> Tensor:
+    """log p(ids[t]) under logits [T, V] FP32, ids [T] int64, at one temperature -> FP32 [T], in nats.
+
+    Raises InputError on temperature <= 0, an id outside the vocabulary or a NaN logit; ValueError, TypeError,
+    UnsupportedDevice on shapes, dtypes, devices.
+    """
+    if not (np.float32(temperature) > 0 and math.isfinite(temperature)):
+        raise InputError(f"logprob: temperature {temperature} must be positive; score greedy requests at temperature 1")
+    if logits_TV.dim() != 2 or ids_T.shape != logits_TV.shape[:1]:
+        raise ValueError(f"logprob: logits {tuple(logits_TV.shape)}, ids {tuple(ids_T.shape)}; expected [T, V], [T]")
+    return _LogProb.apply(logits_TV, ids_T, float(temperature))
