@@ -25,7 +25,8 @@ from torch import Tensor
 from minitransformer.errors import InputError
 from minitransformer.ops import cpu
 from minitransformer.ops.embedding import check_ids
-from minitransformer.ops.rounding import LANES, LOG2E, exp2_32, jit, lane_tree, log_32
+from minitransformer.ops.jit import jit
+from minitransformer.ops.rounding import LANES, LOG2E, exp2_32, lane_tree, log_32
 
 SPEC = "logprob/1"
 _ZERO, _ONE, _INF = np.float32(0), np.float32(1), np.float32(np.inf)
@@ -36,21 +37,27 @@ def row_max(row, lanes):
     """Largest value of an FP32 row; NaN is passed over. lanes: scratch FP32 [128]."""
     # A maximum has no rounding, so its order is free; 128 lanes let it vectorise.
     lanes[:] = -_INF
-    for start in range(0, row.size, LANES):
-        for l in range(min(LANES, row.size - start)):
+    full = row.size // LANES * LANES
+    for start in range(0, full, LANES):
+        for l in range(LANES):
             lanes[l] = row[start + l] if row[start + l] > lanes[l] else lanes[l]
     top = -_INF
     for l in range(LANES):
         top = max(top, lanes[l])
+    for v in range(full, row.size):
+        top = row[v] if row[v] > top else top
     return top
 
 
 @jit
 def _row_sum(row, t, m, lanes):
     lanes[:] = _ZERO
-    for start in range(0, row.size, LANES):
-        for l in range(min(LANES, row.size - start)):
+    full = row.size // LANES * LANES
+    for start in range(0, full, LANES):
+        for l in range(LANES):
             lanes[l] += exp2_32((row[start + l] / t - m) * LOG2E)
+    for l in range(row.size - full):
+        lanes[l] += exp2_32((row[full + l] / t - m) * LOG2E)
     return lane_tree(lanes)
 
 
