@@ -71,8 +71,8 @@ class Batch:
         kv_lens = [start + n for start, n in zip(starts, lengths, strict=True)]
         rows = torch.full((len(lengths), max(kv_lens)), -1, dtype=torch.int64)
         for s, kv_len in enumerate(kv_lens):
-            j = torch.arange(kv_len)
-            rows[s, :kv_len] = torch.tensor(page_tables[s], dtype=torch.int64)[j // page_size] * page_size + j % page_size
+            j, pages = torch.arange(kv_len), torch.tensor(page_tables[s], dtype=torch.int64)
+            rows[s, :kv_len] = pages[j // page_size] * page_size + j % page_size
         return cls(
             ids_T=torch.tensor([i for ids in new_ids for i in ids], dtype=torch.int64),
             positions_T=torch.cat([torch.arange(a, b) for a, b in zip(starts, kv_lens, strict=True)]),

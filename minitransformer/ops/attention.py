@@ -31,11 +31,11 @@ import math
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from minitransformer.batch import Batch
 from minitransformer.ops import cpu
+from minitransformer.ops.jit import jit
 from minitransformer.ops.linear import round_bf16
 from minitransformer.ops.mma import (
     COLUMNS,
@@ -58,7 +58,7 @@ def _scale(head_dim: int) -> np.float32:
     return np.float32(head_dim**-0.5 * math.log2(math.e))
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _softmax_row(s, visible, m, l, scale, table, p_bits):
     """One row of one tile: raw scores s [64] -> p as BF16 bits; returns the new m and l, and the factor of acc."""
     top = m
@@ -72,7 +72,7 @@ def _softmax_row(s, visible, m, l, scale, table, p_bits):
     return top, l * shrink + quad_sum(s), shrink
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _load_tile(store, rows, head, tile):
     """64 keys or values of one head into tile [64, H]; zeros past the sequence's end."""
     for j in range(KEY_TILE):
@@ -80,7 +80,7 @@ def _load_tile(store, rows, head, tile):
             tile[j, h] = store[rows[j], head, h] if j < rows.size else np.uint16(0)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _attend_block(q, rows_q, positions, k, v, key_rows, head, scale, table, out, m_out, l_out):
     """rows_q [r, 2]: (token, query head) of at most ROWS rows that share a key/value head and a sequence."""
     rows, width = rows_q.shape[0], q.shape[2]
@@ -120,7 +120,7 @@ def _attend_block(q, rows_q, positions, k, v, key_rows, head, scale, table, out,
             out[t, n, h] = f32_to_bf16(acc[i, h] / l[i])
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _attend(begin, end, blocks, q, positions, k, v, key_rows, kv_lens, scale, table, out, m_out, l_out):
     """Work items: (sequence, key/value head, first token, last token) blocks."""
     group = q.shape[1] // k.shape[1]
@@ -163,7 +163,7 @@ def forward(q_TNH: Tensor, k_RGH: Tensor, v_RGH: Tensor, batch: Batch) -> tuple[
     return out, torch.from_numpy(m), torch.from_numpy(l)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _score_gradients(begin, end, s, dp, o, do, m, l, scale, table, p_bits, ds_bits):
     """Rows begin..end of one head: raw scores and dP [n, n] FP32 -> bf16(p) and dS as BF16 bits."""
     terms = np.empty(o.shape[1], np.float32)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from minitransformer.errors import InputError
 from minitransformer.ops import cpu
-from minitransformer.ops.rounding import bf16_to_f32, f32_to_bf16, jit
+from minitransformer.ops.jit import jit
+from minitransformer.ops.rounding import bf16_to_f32, f32_to_bf16
 
 SPEC = "embedding/1"
 

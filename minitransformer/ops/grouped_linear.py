@@ -4,7 +4,7 @@ Rows come in dispatch order (dispatch.py): expert e owns rows offsets[e] .. offs
 
     acc[r, n] = chain over k of x[r, k] * W[e(r), n, k]       FP32, from zero (mma.py)
     y[r, n]   = bf16(acc)                                     gate_up
-    y[r, n]   = bf16(fl(acc * w[r]))                          down: the routing weight w (FP32), applied here and only here
+    y[r, n]   = bf16(fl(acc * w[r]))                          down: the routing weight w (FP32), only here
 
 Backward, straight through the roundings:
     g[r, k]   = chain over n ascending of dY[r, n] * W[e(r), n, k]              FP32
@@ -16,11 +16,11 @@ An expert without rows gets dW = +0. Refused: other dtypes, shapes that do not f
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from minitransformer.ops import cpu
 from minitransformer.ops.dispatch import Plan
+from minitransformer.ops.jit import jit
 from minitransformer.ops.linear import round_bf16
 from minitransformer.ops.mma import chain_bits, grouped_chain_bits
 from minitransformer.ops.rounding import bf16_to_f32, lane_sum
@@ -28,14 +28,14 @@ from minitransformer.ops.rounding import bf16_to_f32, lane_sum
 SPEC = "grouped_linear/1"
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _scale_rows(begin, end, x, scale):
     for r in range(begin, end):
         for n in range(x.shape[1]):
             x[r, n] = x[r, n] * scale[r]  # fl: the routing weight in FP32
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _row_dots(begin, end, x, g, out):
     terms = np.empty(x.shape[1], np.float32)
     for r in range(begin, end):

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from minitransformer.ops import cpu
-from minitransformer.ops.rounding import jit
+from minitransformer.ops.jit import jit
 
 SPEC = "kv_store/1"
 

@@ -1,6 +1,6 @@
 """Execution spec linear/1: y = x W^T, for qkv, o, the router gate, dense FFNs and the lm_head.
 
-    y[t, n] = bf16(chain over k of x[t, k] * W[n, k])         x [T, K] BF16, W [N, K] BF16, accumulator from zero (mma.py)
+    y[t, n] = bf16(chain over k of x[t, k] * W[n, k])   x [T, K], W [N, K] BF16, accumulator from zero (mma.py)
     out_dtype FP32 (the lm_head): the chain's accumulator itself, no rounding
 
 Backward, straight through the roundings; dY is rounded to BF16 first when it arrives in FP32 (nearest even):
@@ -11,17 +11,17 @@ No bias. Refused: other dtypes, K that does not match, devices without a kernel.
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from minitransformer.ops import cpu
+from minitransformer.ops.jit import jit
 from minitransformer.ops.mma import chain_bits
 from minitransformer.ops.rounding import f32_to_bf16
 
 SPEC = "linear/1"
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _round_rows(begin, end, x, out):
     for m in range(begin, end):
         for n in range(x.shape[1]):

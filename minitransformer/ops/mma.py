@@ -21,10 +21,10 @@ falls back to the definition, row by row, where an exponent leaves FP32's comfor
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from minitransformer.ops import cpu
+from minitransformer.ops.jit import jit
 from minitransformer.ops.mma_kernel import COLUMNS, ODD, STEP, ZERO, step_row, unpack_columns, unpack_rows
 
 SPEC = "hopper-k16-f25/1"
@@ -32,9 +32,9 @@ ROWS = 64  # rows of `a` that share one unpacked panel of `b`; keeps their accum
 NAN_BITS = np.uint32(0x7FFFFFFF)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def split(a, values, exponents, begin, end):
-    """BF16 bits a [M, K] -> FP32 values and int16 exponents (each twice in an int32), K padded to the step with zeros."""
+    """BF16 bits a [M, K] -> FP32 values and int16 exponents (each twice in an int32), zeros up to a whole step."""
     pair_of_zero = np.int32(np.int64(ZERO & 0xFFFF) * 65537 - (1 << 32))
     for m in range(begin, end):
         row = values[m].view(np.uint32)
@@ -51,7 +51,7 @@ def split(a, values, exponents, begin, end):
             exponents[m, k] = pair_of_zero
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _term(a, b):
     """Exact product of two finite nonzero BF16 bit patterns: (sign, integer, exponent of the operands)."""
     ea, eb = np.int64((a >> 7) & 255), np.int64((b >> 7) & 255)
@@ -62,7 +62,7 @@ def _term(a, b):
     return sign, ma * mb, ea + eb - 254
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _fp32_toward_zero(total, top):
     """The bits of total * 2^(top - 25), truncated toward zero to FP32."""
     size = abs(total)
@@ -86,7 +86,7 @@ def _fp32_toward_zero(total, top):
     return np.uint32((sign << 31) | ((exponent + 127) << 23) | mantissa)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _special(a, b, c, k0):
     """What IEEE addition gives where a term is NaN or infinite, as FP32 bits; 0 where every term is finite."""
     plus, minus, nan = False, False, False
@@ -106,7 +106,7 @@ def _special(a, b, c, k0):
     return np.uint32(0x7F800000) if plus else np.uint32(0xFF800000) if minus else np.uint32(0)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def chain_scalar(a, b, c):
     """The definition, for one output. a, b: BF16 bits [K] as uint16; c, result: FP32 bits as uint32."""
     for k0 in range(0, a.size, STEP):
@@ -133,7 +133,7 @@ def chain_scalar(a, b, c):
     return c
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _fill_panel(b, k_major, k0, n0, scratch):
     """Zero-padded copy of one 16 x 32 piece of b into scratch [16, 32] (the edge of the matrix)."""
     depth, width = (b.shape[0], b.shape[1]) if k_major else (b.shape[1], b.shape[0])
@@ -143,7 +143,7 @@ def _fill_panel(b, k_major, k0, n0, scratch):
             scratch[k, n] = (b[k0 + k, n0 + n] if k_major else b[n0 + n, k0 + k]) if inside else np.uint16(0)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def workspace():
     """Scratch of one thread for chain_block: panel values, exponents, raw piece, accumulators, flags."""
     return (
@@ -155,7 +155,7 @@ def workspace():
     )
 
 
-@njit(nogil=True, cache=True)
+@jit
 def chain_block(a, values, exponents, m0, m1, b, k_major, n0, c, work):
     """Rows m0..m1 (at most ROWS) and columns n0..n0+32 of the chain a @ b, into work[3] [rows, 32] FP32.
 
@@ -198,19 +198,19 @@ def chain_block(a, values, exponents, m0, m1, b, k_major, n0, c, work):
                 acc[i, j] = _from_bits(chain_scalar(a[m0 + i], column, _to_bits(start)))
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _to_bits(x):
     return np.float32(x).view(np.uint32)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _from_bits(u):
     return np.uint32(u).view(np.float32)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _chain_panels(begin, end, a, values, exponents, b, k_major, offsets, c, out):
-    """Work items begin..end: (group, panel of 32 columns) pairs; group e multiplies rows offsets[e]..offsets[e + 1] by b[e]."""
+    """Work items begin..end: (group, panel of 32 columns); group e is rows offsets[e]..offsets[e + 1], times b[e]."""
     work = workspace()
     panels = (out.shape[1] + COLUMNS - 1) // COLUMNS
     for item in range(begin, end):
@@ -224,7 +224,7 @@ def _chain_panels(begin, end, a, values, exponents, b, k_major, offsets, c, out)
                     out[m0 + i, n0 + j] = work[3][i, j]
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _split_rows(begin, end, a, values, exponents):
     split(a, values, exponents, begin, end)
 

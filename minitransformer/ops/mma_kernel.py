@@ -134,7 +134,7 @@ def _emit_unpack_row(b, bits: Vec, values, exponents, k: int) -> None:
 
 @intrinsic
 def unpack_columns(typingctx, source, stride, values, exponents):
-    """Operand stored [k, n]: 16 rows of 32 BF16 at `source`, `stride` bytes apart -> values [16, 32], exponents [16, 32]."""
+    """Operand stored [k, n]: 16 rows of 32 BF16, `stride` bytes apart -> values and exponents [16, 32]."""
 
     def codegen(context, b, signature, args):
         source, stride, values, exponents = args

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from minitransformer.ops import cpu
-from minitransformer.ops.rounding import LANES, bf16_to_f32, f32_to_bf16, jit, lane_sum, lane_tree
+from minitransformer.ops.jit import jit
+from minitransformer.ops.rounding import LANES, bf16_to_f32, f32_to_bf16, lane_sum, lane_tree
 
 SPEC = "rms_norm/1"
 _ONE = np.float32(1)

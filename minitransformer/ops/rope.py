@@ -25,7 +25,8 @@ from torch import Tensor
 
 from minitransformer.errors import InputError
 from minitransformer.ops import cpu
-from minitransformer.ops.rounding import bf16_to_f32, f32_to_bf16, fma64, jit
+from minitransformer.ops.jit import jit
+from minitransformer.ops.rounding import bf16_to_f32, f32_to_bf16, fma64
 
 SPEC = "rope/1"
 _TWO_OVER_PI = 2.0 / math.pi

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from minitransformer.errors import InputError
 from minitransformer.ops import cpu
-from minitransformer.ops.rounding import LOG2E, bf16_to_f32, exp2_32, f32_to_bf16, jit, lane_sum
+from minitransformer.ops.jit import jit
+from minitransformer.ops.rounding import LOG2E, bf16_to_f32, exp2_32, f32_to_bf16, lane_sum
 
 SPEC = "router/1"
 _ZERO, _INF = np.float32(0), np.float32(np.inf)

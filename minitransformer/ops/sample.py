@@ -27,8 +27,9 @@ from torch import Tensor
 
 from minitransformer.errors import InputError
 from minitransformer.ops import cpu
+from minitransformer.ops.jit import jit
 from minitransformer.ops.logprob import row_max
-from minitransformer.ops.rounding import LANES, LOG2E, bits_of_f32, exp2_32, jit, log_64
+from minitransformer.ops.rounding import LANES, LOG2E, bits_of_f32, exp2_32, log_64
 
 SPEC = "sample/1"
 _C0, _C1, _C2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03), np.uint64(0x8CB92BA72F3D8DD7)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from minitransformer.ops import cpu
-from minitransformer.ops.rounding import bf16_to_f32, f32_to_bf16, jit, sigmoid_32, silu_32
+from minitransformer.ops.jit import jit
+from minitransformer.ops.rounding import bf16_to_f32, f32_to_bf16, sigmoid_32, silu_32
 
 SPEC = "swiglu/1"
 _ONE = np.float32(1)
