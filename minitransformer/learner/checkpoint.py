@@ -1,0 +1,150 @@
+"""A learner on disk: one safetensors file with all that an exact resume needs, and nothing that can run code.
+
+    masters.NAME, exp_avg.NAME, exp_avg_sq.NAME    FP32, the parameter's shape, one of each a trained parameter
+    __metadata__["learner"]                        JSON: format, step, lr, settings, config, spec, frozen, tensors
+
+settings are those that decide the bits of an update; config and spec are the model's; frozen holds a sha256 of each
+frozen parameter, whose values stay in the model's own checkpoint; tensors lists what the file must hold. The file is
+written under a temporary name, flushed, and renamed. No random state: neither the learner nor its losses draw numbers.
+"""
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from minitransformer.errors import InputError
+
+if TYPE_CHECKING:
+    from minitransformer.learner.learner import Learner
+
+FORMAT = "minitransformer-learner/1"
+# Entries that must be the same here and in the file, and what to do when they are not.
+_MUST_MATCH = {
+    "config": "load the model that this run trained",
+    "spec": "run the version of minitransformer that wrote the file",
+    "settings": "make the Learner with the saved settings",
+    "frozen": "load the model whose frozen weights this run used, and freeze the same parameters",
+}
+
+
+def save(learner: "Learner", path: str | os.PathLike) -> None:
+    """Writes the file; an error leaves whatever stood at the path before. Raises InputError if it can't be written."""
+    path = Path(path)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _state(learner)}
+    facts = _facts(learner) | {"step": learner.step, "lr": learner.lr, "tensors": sorted(tensors)}
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, temporary, metadata={"learner": json.dumps(facts, sort_keys=True)})
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())  # or a crash after the rename could leave an empty file under the good name
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path}: cannot be written ({error}); nothing was changed") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load(learner: "Learner", path: str | os.PathLike) -> None:
+    """Fills masters, optimizer state, step and lr. Everything is checked before the first value is taken."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            facts = _read_facts(path, file.metadata())
+            _refuse_differences(path, facts, _facts(learner))
+            _refuse_incomplete(path, facts, file, learner)
+            _fill(learner, file, facts["step"])
+            learner.lr = facts["lr"]
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path}: not a complete safetensors file ({error}); save it again") from None
+
+
+def _state(learner: "Learner") -> Iterator[tuple[str, Tensor]]:
+    """(name in the file, tensor) in the model's order; zeros for moments that do not exist before the first step."""
+    for name, master in learner.masters.items():
+        moments = learner.optimizer.state.get(master, {})
+        yield f"masters.{name}", master
+        for kind in ("exp_avg", "exp_avg_sq"):
+            yield f"{kind}.{name}", moments[kind] if kind in moments else torch.zeros_like(master)
+
+
+def _facts(learner: "Learner") -> dict[str, Any]:
+    group = learner.optimizer.param_groups[0]
+    settings = {key: group[key] for key in ("betas", "eps", "weight_decay")}
+    settings |= {key: getattr(learner, key) for key in ("max_grad_norm", "max_tokens_per_pack")}
+    facts = {
+        "format": FORMAT,
+        "config": asdict(learner.model.config),
+        "spec": learner.model.spec.entries(),
+        "settings": settings,
+        "frozen": {name: _digest(p) for name, p in learner.frozen.items()},
+    }
+    return json.loads(json.dumps(facts))  # as a file gives it back: lists for tuples
+
+
+def _digest(parameter: Tensor) -> str:
+    flat = parameter.detach().cpu().contiguous().view(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
+
+
+def _read_facts(path: str | os.PathLike, metadata: dict[str, str] | None) -> dict[str, Any]:
+    try:
+        facts = json.loads((metadata or {}).get("learner", "null"))
+    except json.JSONDecodeError:
+        facts = None
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+        raise InputError(f"{path}: not a learner's checkpoint of format {FORMAT}; Learner.save writes one")
+    kinds = {"step": int, "lr": float, "tensors": list} | dict.fromkeys(_MUST_MATCH, dict)
+    for key, kind in kinds.items():
+        if type(facts.get(key)) is not kind:
+            raise InputError(f"{path}: {key} is missing from its metadata or malformed; save it again")
+    return facts
+
+
+def _refuse_differences(path: str | os.PathLike, saved: dict[str, Any], here: dict[str, Any]) -> None:
+    for group, advice in _MUST_MATCH.items():
+        for key in sorted(saved[group].keys() | here[group].keys()):
+            a, b = (side[group].get(key, "absent") for side in (saved, here))
+            if a != b:
+                raise InputError(f"{path}: {group} differs: {key} is {a} in the file and {b} here; {advice}")
+
+
+def _refuse_incomplete(path: str | os.PathLike, facts: dict[str, Any], file: Any, learner: "Learner") -> None:
+    """The file, its own list and this learner must name the same tensors; then their dtypes, shapes and values."""
+    expected = dict(_state(learner))
+    stored = set(file.keys())
+    for name in sorted(stored | set(facts["tensors"]) | expected.keys()):
+        if not (name in stored and name in facts["tensors"]):
+            raise InputError(f"{path}: {name} is {'not listed' if name in stored else 'missing'}; save it again")
+        if name not in expected:
+            raise InputError(f"{path}: {name} belongs to no trained parameter of this learner; is it another model's?")
+    for name, like in expected.items():
+        view = file.get_slice(name)
+        if view.get_dtype() != "F32" or tuple(view.get_shape()) != tuple(like.shape):
+            found = f"{view.get_dtype()} {list(view.get_shape())}"
+            raise InputError(f"{path}: {name} is {found}, expected F32 {list(like.shape)}; save it again")
+        if not torch.isfinite(file.get_tensor(name)).all():
+            raise InputError(f"{path}: {name} holds a value that is not finite; go back to an earlier checkpoint")
+
+
+def _fill(learner: "Learner", file: Any, step: int) -> None:
+    learner.optimizer.state.clear()
+    for name, master in learner.masters.items():
+        master.copy_(file.get_tensor(f"masters.{name}"))
+        if step:
+            # torch counts a parameter's steps in an FP32 tensor, which bias correction reads.
+            learner.optimizer.state[master] = {
+                "step": torch.tensor(float(step), dtype=torch.float32),
+                "exp_avg": file.get_tensor(f"exp_avg.{name}").to(master.device),
+                "exp_avg_sq": file.get_tensor(f"exp_avg_sq.{name}").to(master.device),
+            }
+    learner.step = step

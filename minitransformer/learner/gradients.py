@@ -1,0 +1,74 @@
+"""Gradients by parameter name: summed over packs, measured, clipped. All sums have a fixed order.
+
+sum       BF16 from the model, widened exactly; packs are added in FP32, one rounding each, in pack order
+norm      squares (exact) and sums in FP64: over a tensor a lane sum (lane l of 128 adds elements l, l + 128, ...
+          in ascending order, then a halving tree), then tensor after tensor in the model's order; square root
+clipping  only if the norm exceeds the bound: g = fl(g * fl(bound / norm))
+"""
+
+import math
+from collections.abc import Mapping
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from minitransformer.ops.cpu import f32
+
+
+def accumulate(totals: dict[str, Tensor], parameters: Mapping[str, Parameter]) -> None:
+    """Adds the gradients of one pack, BF16, to the FP32 totals and takes them off the parameters."""
+    for name, parameter in parameters.items():
+        if parameter.grad is not None:
+            grad = parameter.grad.float()
+            totals[name] = totals[name].add_(grad) if name in totals else grad
+    drop(parameters)
+
+
+def drop(parameters: Mapping[str, Parameter]) -> None:
+    """Leaves no gradient on the parameters."""
+    for parameter in parameters.values():
+        parameter.grad = None
+
+
+def clip(totals: dict[str, Tensor], order: Mapping[str, Parameter], max_norm: float | None) -> float:
+    """Returns the global norm before clipping, and scales the totals in place if it exceeds max_norm.
+
+    order: the names in the model's order; one without a gradient counts as zeros. Raises FloatingPointError, naming
+    the first parameter whose gradient is not finite.
+    """
+    total = 0.0
+    for name in order:
+        if name in totals:
+            # FP64 holds the square of any FP32 and their sum: not finite means that an element is not finite.
+            square = _sum_of_squares(f32(totals[name].cpu()).reshape(-1))
+            if not math.isfinite(square):
+                raise FloatingPointError(f"gradient of {name} is not finite; nothing was updated")
+            total += square
+    norm = math.sqrt(total)
+    if max_norm is not None and norm > max_norm:
+        scale = torch.tensor(max_norm / norm, dtype=torch.float32)
+        for grad in totals.values():
+            grad.mul_(scale.to(grad.device))
+    return norm
+
+
+@numba.njit(nogil=True, cache=True)
+def _sum_of_squares(x):
+    lanes = np.zeros(128)
+    whole = x.size - x.size % 128
+    for start in range(0, whole, 128):
+        for l in range(128):
+            v = np.float64(x[start + l])
+            lanes[l] += v * v
+    for l in range(x.size - whole):
+        v = np.float64(x[whole + l])
+        lanes[l] += v * v
+    half = 64
+    while half:
+        for l in range(half):
+            lanes[l] += lanes[l + half]
+        half //= 2
+    return lanes[0]

@@ -1,0 +1,229 @@
+"""The learner: scores completions and updates the model's weights in place, through the sampler's own operators.
+
+An update is: pack -> model -> logprob -> loss -> backward, pack after pack -> clip -> AdamW -> weights. Its roundings:
+
+    loss         the derivative of a token's loss (losses.py), FP32, divided by the number of tokens of the update
+    gradients    BF16 from the model; summed over packs, measured and clipped in gradients.py
+    masters      FP32, updated by torch.optim.AdamW with foreach=False, fused=False: one plain elementwise loop a
+                 tensor, whose bits follow neither the number of threads nor how parameters happen to be grouped
+    weights      BF16 of the masters, nearest even, written into the model's own storage; weights_version + 1
+
+With the same packs an update repeats bit for bit. Other packs change no log-prob, no loss and no token's weight in it,
+but a weight gradient is one chain over the tokens in packed order, so they may change a gradient's last bits.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from os import PathLike
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from minitransformer.errors import InputError
+from minitransformer.learner import checkpoint, gradients
+from minitransformer.learner.losses import Loss, PolicyGradient, TokenLoss
+from minitransformer.learner.metrics import UpdateMetrics, metrics
+from minitransformer.learner.packing import Pack, Sample, pack, unpack
+from minitransformer.ops.logprob import logprob
+
+
+class Learner:
+    """Owns the FP32 masters and the optimizer state of one model, and nothing of its forward pass.
+
+    frozen: patterns ('layers.*.attn.qkv.weight') of parameters to leave alone; one that matches nothing is an error.
+    max_grad_norm: None never clips. max_tokens_per_pack bounds the tokens of one forward pass. recompute: keep only
+    each layer's input and compute the layer again in the backward pass; less memory, the same bits.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        lr: float = 1e-6,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        max_grad_norm: float | None = 1.0,
+        recompute: bool = False,
+        frozen: Sequence[str] = (),
+        max_tokens_per_pack: int = 1024,
+    ) -> None:
+        if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
+            raise InputError(f"max_grad_norm {max_grad_norm} must be positive and finite, or None for no clipping")
+        if max_tokens_per_pack < 1:
+            raise InputError(f"max_tokens_per_pack {max_tokens_per_pack} must be at least 1")
+        self.model, self.recompute = model, recompute
+        self.max_grad_norm, self.max_tokens_per_pack = max_grad_norm, max_tokens_per_pack
+        self.parameters, self.frozen = _split(dict(model.named_parameters()), frozen)
+        self.masters = {name: p.detach().float() for name, p in self.parameters.items()}
+        self.step = 0
+        self._written = self._stamp()
+        try:
+            self.optimizer = torch.optim.AdamW(
+                self.masters.values(), float(lr), betas, eps, weight_decay, foreach=False, fused=False
+            )
+        except ValueError as e:
+            raise InputError(f"optimizer settings: {e}") from None
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next update; a schedule sets it."""
+        return self.optimizer.param_groups[0]["lr"]
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        if not 0 <= value < math.inf:
+            raise InputError(f"learning rate {value} must be finite and at least 0")
+        self.optimizer.param_groups[0]["lr"] = float(value)
+
+    def score(
+        self,
+        sequences: Sequence[Sequence[int]],
+        prompt_lens: Sequence[int],
+        temperature: float | Sequence[float] = 1.0,
+        trace=None,
+        request_ids: Sequence[int] | None = None,
+    ) -> list[Tensor]:
+        """FP32 [completion_len] a sequence: the log-probs in nats of its completion, in packed passes, no autograd.
+
+        temperature: one for all or one a sequence; the logits are divided by it. 0 stands for greedy and divides by
+        1, as in SamplingParams. trace: takes the rows of every stage under request_ids (default: 0, 1, ...).
+        Raises InputError, naming the sequence, for bad input.
+        """
+        temperatures = _temperatures(temperature, len(sequences))
+        names = range(len(sequences)) if request_ids is None else request_ids
+        packs = self._pack(sequences, prompt_lens)
+        scores = []
+        with torch.no_grad():
+            for one in packs:
+                named = replace(one.batch, request_ids=tuple(names[s] for s in one.sequences))
+                scores.append(self._log_probs(replace(one, batch=named), temperatures, trace))
+        found = unpack(packs, scores)
+        if trace is not None:
+            for s, log_probs_L in enumerate(found):
+                positions = range(prompt_lens[s], prompt_lens[s] + len(log_probs_L))
+                trace.note_log_probs(names[s], positions, log_probs_L)
+        return found
+
+    def update(self, samples: Sequence[Sample], loss: Loss | None = None) -> UpdateMetrics:
+        """One optimizer step on the token mean of the loss (default PolicyGradient()) over all samples.
+
+        Raises InputError for a bad sample, and FloatingPointError for a loss or gradient that is not finite, naming
+        the sample or the first such parameter; then masters, optimizer state and weights are what they were.
+        """
+        loss = PolicyGradient() if loss is None else loss
+        self._refuse_foreign_weights()
+        temperatures = _temperatures([s.temperature for s in samples], len(samples))
+        packs = self._pack([s.ids for s in samples], [s.prompt_len for s in samples])
+        tokens = sum(s.completion_len for s in samples)
+        totals: dict[str, Tensor] = {}
+        log_probs, outputs = {}, {}
+        try:
+            for one in packs:
+                log_probs_L = self._log_probs(one, temperatures)
+                for s, lp_L in zip(one.sequences, _split_rows(log_probs_L.detach().cpu(), one.bounds), strict=True):
+                    log_probs[s], outputs[s] = lp_L, loss(lp_L, samples[s], f"sample {s}")
+                    _refuse_non_finite(outputs[s], f"sample {s}")
+                grad_L = torch.cat([outputs[s].grad_L for s in one.sequences]) / tokens
+                log_probs_L.backward(grad_L.to(log_probs_L.device))
+                gradients.accumulate(totals, self.parameters)
+        finally:
+            gradients.drop(self.parameters)
+        norm = gradients.clip(totals, self.parameters, self.max_grad_norm)
+        self._apply(totals)
+        order = range(len(samples))
+        done = [(samples[s], log_probs[s], outputs[s]) for s in order]
+        return metrics(done, grad_norm=norm, packs=len(packs), step=self.step)
+
+    def save(self, path: str | PathLike) -> None:
+        """Writes one safetensors file with all that an exact resume needs (see checkpoint.py); atomic."""
+        checkpoint.save(self, path)
+
+    def load(self, path: str | PathLike) -> None:
+        """Takes up a saved run: masters, optimizer state, step, learning rate, and the model's weights from them.
+
+        Raises InputError, naming the entry, if the file is damaged or belongs to another model, other frozen weights
+        or other settings; then nothing has changed.
+        """
+        checkpoint.load(self, path)
+        self.write_weights()
+
+    @torch.no_grad()
+    def write_weights(self) -> None:
+        """Rounds the masters into the model's own storage (addresses stay) and outdates every prefix cache."""
+        for name, parameter in self.parameters.items():
+            parameter.copy_(self.masters[name])  # FP32 -> BF16, nearest even
+        self.model.weights_version += 1
+        self._written = self._stamp()
+
+    def _stamp(self) -> tuple:
+        # torch counts in-place writes to a tensor; together with its address that betrays a write by anyone.
+        return tuple((p.data_ptr(), p._version) for p in self.parameters.values())
+
+    def _pack(self, sequences: Sequence[Sequence[int]], prompt_lens: Sequence[int]) -> list[Pack]:
+        config = self.model.config
+        return pack(sequences, prompt_lens, self.max_tokens_per_pack, config.vocab_size, config.max_positions)
+
+    def _log_probs(self, one: Pack, temperatures: Sequence[float], trace=None) -> Tensor:
+        recompute = self.recompute and torch.is_grad_enabled()
+        logits_LV = self.model(one.batch, trace=trace, recompute=recompute)
+        rows = zip(_split_rows(logits_LV, one.bounds), _split_rows(one.target_ids_L, one.bounds), strict=True)
+        # logprob takes one temperature; its rows are independent, so a call a sequence has the bits of one call.
+        return torch.cat([logprob(*row, temperatures[s]) for s, row in zip(one.sequences, rows, strict=True)])
+
+    def _refuse_foreign_weights(self) -> None:
+        for name, before, now in zip(self.parameters, self._written, self._stamp(), strict=True):
+            if before != now:
+                raise InputError(f"{name} was written by someone else: the masters are stale, make a new Learner")
+
+    def _apply(self, totals: dict[str, Tensor]) -> None:
+        for name, master in self.masters.items():
+            # A parameter that no token reached has a zero gradient, not none: AdamW's moments must still decay.
+            master.grad = totals.pop(name) if name in totals else torch.zeros_like(master)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self.write_weights()
+
+
+def _refuse_non_finite(output: TokenLoss, where: str) -> None:
+    bad_L = ~(torch.isfinite(output.loss_L) & torch.isfinite(output.grad_L))
+    if bad_L.any():
+        token = int(bad_L.nonzero()[0])
+        raise FloatingPointError(f"{where}: loss of completion token {token} is not finite; nothing was updated")
+
+
+def _split_rows(rows_L: Tensor, bounds: Sequence[int]) -> Sequence[Tensor]:
+    """One view a sequence. split's backward is a single concatenation, unlike that of many slices."""
+    return rows_L.split([b - a for a, b in pairwise(bounds)])
+
+
+def _temperatures(temperature: float | Sequence[float], count: int) -> list[float]:
+    values = [float(t) for t in temperature] if isinstance(temperature, Sequence) else [float(temperature)] * count
+    if len(values) != count:
+        raise InputError(f"{len(values)} temperatures for {count} sequences; give one for all, or one each")
+    for s, value in enumerate(values):
+        if not 0 <= value < math.inf:
+            raise InputError(f"sequence {s}: temperature {value}; give a finite number above 0, or 0 for greedy")
+    return [value or 1.0 for value in values]
+
+
+def _split(parameters: dict[str, Parameter], frozen: Sequence[str]) -> tuple[dict[str, Parameter], ...]:
+    """(trained, frozen) by name; autograd is told, so that nothing is computed for a frozen parameter."""
+    if isinstance(frozen, str):
+        raise InputError(f"frozen is a single string, {frozen!r}; give a list of patterns")
+    for pattern in frozen:
+        if not any(fnmatchcase(name, pattern) for name in parameters):
+            close = get_close_matches(pattern, parameters, n=3, cutoff=0.0)
+            raise InputError(f"frozen pattern {pattern!r} matches no parameter; the closest are {', '.join(close)}")
+    held = {name: p for name, p in parameters.items() if any(fnmatchcase(name, pattern) for pattern in frozen)}
+    trained = {name: p for name, p in parameters.items() if name not in held}
+    if not trained:
+        raise InputError("every parameter is frozen; leave at least one to train")
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name in trained)
+    return trained, held
