@@ -137,6 +137,28 @@ def write_safetensors(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> None
         os.fsync(file.fileno())
 
 
+def write_sharded(directory: Path, tensors: Sequence[tuple[str, Tensor]], limit: int) -> None:
+    """Write model.safetensors, or shards of at most `limit` bytes (one tensor at least) and their index."""
+    shards: list[list[tuple[str, Tensor]]] = [[]]
+    size = 0
+    for name, tensor in tensors:
+        if shards[-1] and size + tensor.nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append((name, tensor))
+        size += tensor.nbytes
+    if len(shards) == 1:
+        write_safetensors(directory / SINGLE, tensors)
+        return
+    places = {}
+    for i, shard in enumerate(shards, 1):
+        file = f"model-{i:05}-of-{len(shards):05}.safetensors"
+        write_safetensors(directory / file, shard)
+        places |= {name: file for name, _ in shard}
+    total = sum(tensor.nbytes for _, tensor in tensors)
+    write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+
+
 def write_json(path: Path, content: Any) -> None:
     """Indented UTF-8 with sorted keys, so that the same content is the same bytes."""
     path.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,8 +1,8 @@
 """Checkpoints in the Hugging Face layout to and from our parameters, complete by construction.
 
-The config alone says which parameters exist (`layout.parameter_shapes`) and from which checkpoint tensors each is made
-(`layout.pieces`). Loading compares that list with what the files hold before it reads a value: every tensor is used
-exactly once, every parameter is filled exactly once, or an InputError names the difference.
+The config alone says which parameters exist and of which stored tensors each is made (layout.py). Loading compares
+that with what the files hold before it reads a value: every tensor is used exactly once, every parameter is filled
+exactly once, or an InputError names the difference.
 
 Experts come per expert (`experts.{e}.gate_proj.weight`) or fused as transformers 5 keeps them in memory
 (`experts.gate_up_proj` [E, 2F, D], gate rows first; `experts.down_proj` [E, D, F]). Where D = 2F or D = F the shape
@@ -29,14 +29,22 @@ from minitransformer.checkpoint_files import (
     read_json,
     replacing_directory,
     write_json,
-    write_safetensors,
+    write_sharded,
 )
 from minitransformer.errors import InputError
 from minitransformer.models.qwen3_moe.config import Qwen3MoeConfig
 from minitransformer.models.qwen3_moe.layout import EMBEDDING, HEAD, Piece, parameter_shapes, piece_shape, pieces
 from minitransformer.tokenizer import TOKENIZER_FILES, load_tokenizer
 
-_OWN_FILES = ("config.json", "generation_config.json", SINGLE, "model-*-of-*.safetensors", INDEX, *TOKENIZER_FILES)
+# Every file that a save may write; a directory that holds others is never replaced.
+CHECKPOINT_FILES = (
+    "config.json",
+    "generation_config.json",
+    SINGLE,
+    "model-*-of-*.safetensors",
+    INDEX,
+    *TOKENIZER_FILES,
+)
 
 
 def read_config(directory: str | os.PathLike) -> tuple[Qwen3MoeConfig, Mapping[str, Any]]:
@@ -145,9 +153,8 @@ def _open(directory: str | os.PathLike) -> _Checkpoint:
 def _compare(files: TensorFiles, expected: dict[str, tuple[int, ...]], config: Qwen3MoeConfig) -> None:
     missing, extra = expected.keys() - files.files.keys(), files.files.keys() - expected.keys()
     if missing or extra:
-        said = [
-            f"{len(m)} {word} ({first_few(m)})" for m, word in ((missing, "missing"), (extra, "not in the model")) if m
-        ]
+        found = ((missing, "missing"), (extra, "not in the model"))
+        said = [f"{len(names)} {word} ({first_few(names)})" for names, word in found if names]
         hint = " (config.json: tie_word_embeddings = false)" if missing == {HEAD} else ""
         raise InputError(f"{files.directory}: tensors do not fit config.json{hint}: {'; '.join(said)}")
     for key, shape in expected.items():
@@ -208,7 +215,7 @@ def _refuse_non_finite(where: str, stored: Tensor, value: Tensor) -> None:
     flat = int((~torch.isfinite(value)).flatten().nonzero()[0])
     index = [int(i) for i in torch.unravel_index(torch.tensor(flat), value.shape)]
     raise InputError(
-        f"{where}{index} is {stored.flatten()[flat].item()}, not a finite BF16 number; the checkpoint is damaged"
+        f"{where}{index} is {stored.flatten()[flat].item()}, not a finite BF16 number; such weights are refused"
     )
 
 
@@ -222,34 +229,11 @@ def save(model: nn.Module, directory: str | os.PathLike, max_shard_bytes: int = 
     tensors = [(p.key, parameters[p.parameter][p.index]) for p in pieces(model.config)]
     for key, tensor in tensors:
         _refuse_non_finite(key, tensor, tensor)
-    with replacing_directory(directory, _OWN_FILES) as new:
+    with replacing_directory(directory, CHECKPOINT_FILES) as new:
         write_json(new / "config.json", model.config.to_hf())
         if model.config.eos_token_ids:
             write_json(new / "generation_config.json", {"eos_token_id": list(model.config.eos_token_ids)})
         tokenizer = getattr(model, "tokenizer", None)
         for name, content in (tokenizer.files if tokenizer else {}).items():
             (new / name).write_bytes(content)
-        shards = _shards(tensors, max_shard_bytes)
-        names = (
-            [SINGLE]
-            if len(shards) == 1
-            else [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-        )
-        for name, shard in zip(names, shards, strict=True):
-            write_safetensors(new / name, shard)
-        if len(shards) > 1:
-            places = {key: name for name, shard in zip(names, shards, strict=True) for key, _ in shard}
-            total = sum(tensor.nbytes for _, tensor in tensors)
-            write_json(new / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
-
-
-def _shards(tensors: list[tuple[str, Tensor]], limit: int) -> list[list[tuple[str, Tensor]]]:
-    shards: list[list[tuple[str, Tensor]]] = [[]]
-    size = 0
-    for key, tensor in tensors:
-        if shards[-1] and size + tensor.nbytes > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append((key, tensor))
-        size += tensor.nbytes
-    return shards
+        write_sharded(new, tensors, max_shard_bytes)
