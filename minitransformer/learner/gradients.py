@@ -9,13 +9,13 @@ clipping  only if the norm exceeds the bound: g = fl(g * fl(bound / norm))
 import math
 from collections.abc import Mapping
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from minitransformer.ops.cpu import f32
+from minitransformer.ops.jit import jit
 
 
 def accumulate(totals: dict[str, Tensor], parameters: Mapping[str, Parameter]) -> None:
@@ -55,7 +55,7 @@ def clip(totals: dict[str, Tensor], order: Mapping[str, Parameter], max_norm: fl
     return norm
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def _sum_of_squares(x):
     lanes = np.zeros(128)
     whole = x.size - x.size % 128

@@ -22,7 +22,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from torch import Tensor
 from minitransformer.errors import InputError
 from minitransformer.learner.packing import Sample
 from minitransformer.ops.cpu import f32
+from minitransformer.ops.jit import jit
 
 _LN2_HIGH, _LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10  # ln 2 in two parts: n * high is exact
 
@@ -135,7 +135,7 @@ def token_sum(values: Sequence[Tensor]) -> float:
     return math.fsum(flat) if all(map(math.isfinite, flat)) else sum(flat)
 
 
-@numba.njit(nogil=True)
+@jit
 def _expm1(x):
     """exp(x) - 1 in FP64, relative error below 1e-15; plain multiplies and adds, never contracted."""
     if not abs(x) < 700.0:  # infinities, NaN and what would overflow or vanish
@@ -155,7 +155,7 @@ def _expm1(x):
     return two_n * m + (two_n - 1.0)
 
 
-@numba.njit(nogil=True)
+@jit
 def _policy_gradient(lp, old, advantage, ref, low, high, kl_coef, loss, grad, ratio, kl):
     for t in range(lp.shape[0]):
         a = np.float64(advantage[t])
