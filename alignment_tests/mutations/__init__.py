@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+from minitransformer.errors import InputError
+
 
 @dataclass(frozen=True)
 class Mutation:
@@ -14,7 +16,7 @@ class Mutation:
     name    short, unique: what is broken
     law     the law it breaks
     apply   gives a context manager; inside it the fault is in the code
-    check   the test of the law: passes without the fault, raises AssertionError with it
+    check   the test of the law: passes without the fault, raises AssertionError (or InputError) with it
     """
 
     name: str
@@ -40,6 +42,6 @@ def assert_caught(mutation: Mutation) -> None:
     with mutation.apply():
         try:
             mutation.check()
-        except AssertionError:
+        except (AssertionError, InputError):  # found by the law, or refused aloud by the code itself
             return
     raise AssertionError(f"mutation survived: {mutation.name} (law: {mutation.law})")

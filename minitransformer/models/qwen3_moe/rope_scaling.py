@@ -3,8 +3,10 @@
 YaRN (Peng et al. 2023, arXiv 2309.00071) keeps the fast frequencies, divides the slow ones by `factor`, ramps between
 the two, and scales cos and sin by an attention factor. The formula is the one that transformers 5 computes
 (`modeling_rope_utils._compute_yarn_parameters`); here everything is FP64, and only the finished table is rounded.
+Powers and logarithms are decimal arithmetic rounded once, because libm's last bit differs between machines.
 """
 
+import decimal
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from minitransformer.errors import InputError
+from minitransformer.ops.rope import rope_frequencies
 from minitransformer.ops.rope import rope_frequencies
 
 
@@ -57,7 +60,7 @@ class Yarn:
 
         def pair_that_turns(rotations: float) -> float:
             # The (fractional) pair whose wave turns this often over the original context.
-            return head_dim * math.log(self.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+            return head_dim * _ln(self.original_max_positions / (rotations * 2 * math.pi)) / (2 * _ln(theta))
 
         low, high = pair_that_turns(self.beta_fast), pair_that_turns(self.beta_slow)
         if self.truncate:
@@ -68,8 +71,13 @@ class Yarn:
         return np.clip((np.arange(head_dim // 2, dtype=np.float64) - low) / (high - low), 0.0, 1.0)
 
 
+def _ln(x: float) -> float:
+    with decimal.localcontext(prec=40):
+        return float(decimal.Decimal(x).ln())
+
+
 def _mscale(factor: float, weight: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+    return 1.0 if factor <= 1 else 0.1 * weight * _ln(factor) + 1.0
 
 
 def inverse_frequencies(config) -> tuple[np.ndarray, float]:

@@ -86,7 +86,9 @@ def load_into(model: nn.Module, directory: str | os.PathLike) -> None:
         ours, theirs = getattr(model.config, field.name), getattr(checkpoint.config, field.name)
         if ours != theirs and field.name != "eos_token_ids":
             raise InputError(f"{directory}: {field.name} is {theirs} in the checkpoint but {ours} in the model")
-    _fill_all(_parameters(model), checkpoint)
+    parameters = _parameters(model)
+    model.weights_version += 1  # before the first write: caches of the old weights' keys and values are stale from here
+    _fill_all(parameters, checkpoint)
 
 
 def read(directory: str | os.PathLike) -> tuple[Qwen3MoeConfig, Iterator[tuple[str, Tensor]]]:
