@@ -1,0 +1,124 @@
+"""The main job: sample, score the same tokens with the learner, and compare every stage of every layer on bits.
+
+    prompts -> sampler (pages, chunks, prefix cache, continuous batching) -> tokens, trace
+    tokens  -> learner (one packed pass)                                  -> compared with the trace row by row
+    tokens  -> transformers in BF16                                       -> the contrast
+
+Memory: the sampler's trace of the stages that are compared, and one row's differences of the learner's.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minitransformer.alignment.compare import ComparingTrace, nothing_compared
+from minitransformer.alignment.contrast import NotRun, score_with_transformers
+from minitransformer.alignment.difference import StageResult
+from minitransformer.alignment.gap import Gap, log_prob_gap
+from minitransformer.alignment.trace import Trace
+from minitransformer.learner.learner import Learner
+from minitransformer.sampler.sampler import Sampler
+from minitransformer.sampler.sequence import Completion, NewToken, SamplingParams
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """What `align` found.
+
+    stages       sampler (a) against learner (b), in the model's order
+    recomputed   rows that the sampler computed more than once (preemption), first bits against later ones
+    gap          the completions' log-probs, learner against sampler
+    contrast     transformers against the sampler, or the reason why it was not run
+    seconds      wall time of each part
+    """
+
+    fingerprint: str
+    completions: list[Completion]
+    stages: list[StageResult]
+    recomputed: list[StageResult]
+    gap: Gap
+    contrast: Gap | str
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def equal(self) -> bool:
+        """No element differs, every stage that one side has was compared, and every sampled token was scored."""
+        tokens = sum(len(c.token_ids) for c in self.completions)
+        stages = all(r.equal and r.rows for r in self.stages) and not nothing_compared(self.stages)
+        return stages and all(r.equal for r in self.recomputed) and self.gap.tokens == tokens and not self.gap.differing
+
+
+def align(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    sampler_options: dict[str, Any] | None = None,
+    stages: Sequence[str] | None = None,
+    checkpoint: str | Path | None = None,
+    on_step: Callable[[str], None] = lambda part: None,
+    on_token: Callable[[NewToken], None] | None = None,
+) -> Alignment:
+    """Runs the whole comparison.
+
+    prompts, params   ids of each request, and how it is sampled
+    sampler_options   of Sampler: page_size, chunk_size, num_pages, ...
+    stages            patterns of the stages to compare; None for all
+    checkpoint        directory that transformers loads for the contrast; None leaves the contrast out
+    on_step           told what starts; on_token gets each sampled token
+
+    Raises InputError for bad prompts or parameters, or if learner and sampler follow different specs.
+    """
+    seconds: dict[str, float] = {}
+    on_step("sampler")
+    with _timed(seconds, "sampler"):
+        sampler, trace = Sampler(model, **(sampler_options or {})), Trace(stages, strict=False)
+        completions = sampler.generate(prompts, params, trace=trace, on_token=on_token)
+    sequences = [c.prompt_ids + c.token_ids for c in completions]
+    starts = [len(c.prompt_ids) for c in completions]
+    temperatures = [p.log_prob_temperature for p in params]
+
+    on_step("learner")
+    with _timed(seconds, "learner"):
+        # One pack, and no gradient: the learner's forward pass over everything at once, as in training.
+        learner, comparing = Learner(model, max_tokens_per_pack=sum(map(len, sequences))), ComparingTrace(trace)
+        sampler.model.spec.require_same(learner.model.spec)
+        requests = [c.request_id for c in completions]
+        scores = learner.score(sequences, starts, temperatures, trace=comparing, request_ids=requests)
+    compared, recomputed = comparing.results(), trace.conflicts()
+    del sampler, trace, learner, comparing  # their memory is free before another copy of the model is loaded
+
+    sampled_T = torch.tensor([x for c in completions for x in c.log_probs], dtype=torch.float32)
+    on_step("transformers")
+    with _timed(seconds, "transformers"):
+        contrast = _contrast(checkpoint, sequences, starts, temperatures, sampled_T)
+    gap = log_prob_gap(sampled_T, torch.cat(scores).cpu())
+    return Alignment(model.spec.fingerprint(), completions, compared, recomputed, gap, contrast, seconds)
+
+
+def _contrast(
+    checkpoint: str | Path | None,
+    sequences: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    temperatures: Sequence[float],
+    sampled_T: Tensor,
+) -> Gap | str:
+    if checkpoint is None:
+        return "left out on request"
+    try:
+        scores = score_with_transformers(checkpoint, sequences, starts, temperatures)
+    except NotRun as reason:
+        return str(reason)
+    return log_prob_gap(sampled_T, torch.cat(scores))
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], part: str) -> Iterator[None]:
+    begin = time.perf_counter()
+    yield
+    seconds[part] = time.perf_counter() - begin
