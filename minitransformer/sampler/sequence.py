@@ -1,0 +1,167 @@
+"""A request: what was asked (SamplingParams), how far it is (Sequence), and what came out (NewToken, Completion)."""
+
+import math
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Any
+
+from minitransformer.errors import InputError
+
+SEED_LIMIT = 1 << 63
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next tokens of one request are drawn.
+
+    max_new_tokens   at most this many; fewer if the context is full, then the finish reason is "length" too
+    temperature      logits are divided by it (FP32); 0 is greedy: the largest logit, ties to the lower id
+    top_k            draw among the k largest logits; 0 means all
+    top_p            draw among the fewest tokens whose probability sums to top_p; 1 means all
+    seed             the noise is a function of (seed, position, token id) and of nothing else
+    stop_token_ids   generation ends after one of these; it is part of the output. The model's own end-of-sequence
+                     ids count as well, unless ignore_eos
+    ignore_eos       go on after the model's end-of-sequence ids
+
+    The log-prob of a token is that of the softmax over the WHOLE vocabulary of the logits divided by the temperature
+    (greedy: by 1), whatever top_k and top_p are: it is what a learner computes from the tokens alone. With top_k or
+    top_p the tokens come from a narrower distribution, whose probabilities are larger; no log-prob of it is given.
+
+    Raises InputError for a value outside its range.
+    """
+
+    max_new_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        require_int("max_new_tokens", self.max_new_tokens, 1)
+        require_int("top_k", self.top_k, 0, "0 means no limit")
+        require_int("seed", self.seed, 0)
+        if self.seed >= SEED_LIMIT:
+            raise InputError(f"seed is {self.seed}: give an integer below 2**63")
+        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
+            raise InputError(f"temperature is {self.temperature!r}: give a finite number above 0, or 0 for greedy")
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise InputError(f"top_p is {self.top_p!r}: give a number above 0 and at most 1, where 1 means no limit")
+        if isinstance(self.stop_token_ids, str) or not isinstance(self.stop_token_ids, SequenceOf):
+            raise InputError(f"stop_token_ids is {self.stop_token_ids!r}: give a tuple of token ids")
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for token_id in self.stop_token_ids:
+            require_int("stop_token_ids", token_id, 0)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def log_prob_temperature(self) -> float:
+        """What the logits are divided by before the log-softmax."""
+        return 1.0 if self.greedy else float(self.temperature)
+
+    @property
+    def log_prob_of(self) -> str:
+        """The distribution that log-probs are of, in words."""
+        text = f"softmax of logits / {self.log_prob_temperature:g} over the whole vocabulary"
+        narrowed = self.greedy or self.top_k > 0 or self.top_p < 1
+        return text + (", which is not the narrower distribution that was sampled from" if narrowed else "")
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One request on its way. Lives in the scheduler's waiting or running list; ordered by request_id (arrival).
+
+    ids            prompt and generated tokens
+    num_computed   how many of them have keys and values in the store: a prefix
+    pages          page table: position p lies at offset p % page_size of pages[p // page_size]
+    """
+
+    request_id: int
+    prompt_len: int
+    ids: list[int]
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    max_len: int
+    num_computed: int = 0
+    pages: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    cached_tokens: int | None = None
+    preemptions: int = 0
+
+    @property
+    def remaining(self) -> int:
+        """Known tokens that are still to be computed: 1 for a decoding request, never 0."""
+        return len(self.ids) - self.num_computed
+
+    def append(self, token_id: int, log_prob: float) -> str | None:
+        """Takes a sampled token; returns the finish reason if it was the last one."""
+        self.ids.append(token_id)
+        self.log_probs.append(log_prob)
+        if token_id in self.stop_ids:
+            return "stop"
+        return "length" if len(self.ids) >= self.max_len else None
+
+    def completion(self, finish_reason: str, tokenizer: Any) -> "Completion":
+        token_ids = self.ids[self.prompt_len :]
+        text = None
+        if tokenizer is not None:
+            text = tokenizer.decode(token_ids[:-1] if finish_reason == "stop" else token_ids)
+        return Completion(
+            request_id=self.request_id,
+            prompt_ids=self.ids[: self.prompt_len],
+            token_ids=token_ids,
+            log_probs=list(self.log_probs),
+            log_prob_of=self.params.log_prob_of,
+            finish_reason=finish_reason,
+            text=text,
+            cached_tokens=self.cached_tokens or 0,
+            preemptions=self.preemptions,
+        )
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What came out of one request.
+
+    token_ids       the sampled tokens, a final stop token included
+    log_probs       FP32 values (exact as Python floats), one a token; of which distribution says log_prob_of
+    log_prob_of     in words; see SamplingParams
+    finish_reason   "stop" (a stop token), "length" (max_new_tokens, or the context is full) or "abort"
+    text            token_ids without a final stop token, decoded; None without a tokenizer
+    cached_tokens   tokens of the prompt that the prefix cache spared when the request was first admitted
+    preemptions     how often its pages were taken away and its tokens computed again
+    """
+
+    request_id: int
+    prompt_ids: list[int]
+    token_ids: list[int]
+    log_probs: list[float]
+    log_prob_of: str
+    finish_reason: str
+    text: str | None
+    cached_tokens: int
+    preemptions: int
+
+
+@dataclass(frozen=True)
+class NewToken:
+    """One token that a step has sampled; with the completion if it was the request's last."""
+
+    request_id: int
+    token_id: int
+    log_prob: float
+    completion: Completion | None = None
+
+
+def require_int(name: str, value: Any, minimum: int, note: str = "") -> None:
+    """Raises InputError unless value is an integer (no bool) of at least minimum."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise InputError(f"{name} is {value!r}: give an integer of at least {minimum}{note and ', where ' + note}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
