@@ -16,7 +16,6 @@ import numpy as np
 
 from minitransformer.errors import InputError
 from minitransformer.ops.rope import rope_frequencies
-from minitransformer.ops.rope import rope_frequencies
 
 
 @dataclass(frozen=True)
