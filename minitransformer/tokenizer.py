@@ -29,6 +29,9 @@ class Tokenizer:
             self._backend = Backend.from_buffer(files["tokenizer.json"])
         except Exception as error:  # the library raises a bare Exception, whatever is wrong with the file
             raise InputError(f"{where}: not a tokenizer ({str(error)[:80]}); download it again") from None
+        self._as_written()
+
+    def _as_written(self) -> None:
         # Files in the wild ask for truncation or padding; a prompt is never shortened or lengthened in silence.
         self._backend.no_truncation()
         self._backend.no_padding()
