@@ -26,7 +26,7 @@ from minitransformer.ops.rope import rope, rope_table
 from minitransformer.ops.router import router
 from minitransformer.ops.swiglu import swiglu
 
-Note = Callable[[str, Tensor], None]  # takes a stage's name and its tensor; rows are the batch's tokens
+Note = Callable[..., None]  # takes a stage's name and its tensor, and the plan where rows are in dispatch order
 
 
 def no_trace(stage: str, tensor: Tensor) -> None:
@@ -100,11 +100,11 @@ class SparseMlp(nn.Module):
         plan = dispatch.plan(expert_ids_TK, self.config.num_experts)
         x_RD = dispatch.gather(x_TD, plan)
         gate_up_R2F = grouped_linear(x_RD, self.gate_up.weight, plan)
-        note("gate_up", dispatch.slots(gate_up_R2F, plan))
+        note("gate_up", gate_up_R2F, plan)
         h_RF = swiglu(gate_up_R2F)
-        note("swiglu", dispatch.slots(h_RF, plan))
+        note("swiglu", h_RF, plan)
         y_RD = grouped_linear(h_RF, self.down.weight, plan, weights_TK)
-        note("down", dispatch.slots(y_RD, plan))
+        note("down", y_RD, plan)
         y_TD = dispatch.combine(y_RD, plan)
         note("combine", y_TD)
         return y_TD
@@ -122,8 +122,9 @@ class Layer(nn.Module):
     def forward(self, x_TD: Tensor, residual_TD: Tensor | None, batch: Batch, rope_table_PH: Tensor, store, note: Note):
         """-> (the MLP's output, the residual before it is added): the next norm adds the two."""
 
-        def here(stage: str, tensor: Tensor) -> None:
-            note(f"layers.{self.index}.{stage}", tensor)
+        def here(stage: str, tensor: Tensor, plan: dispatch.Plan | None = None) -> None:
+            if note is not no_trace:  # rows in dispatch order are put back to [T, K, ...] only for a trace
+                note(f"layers.{self.index}.{stage}", tensor if plan is None else dispatch.slots(tensor, plan))
 
         if residual_TD is None:
             h_TD, residual_TD = rms_norm(x_TD, self.input_norm.weight, self.eps), x_TD
