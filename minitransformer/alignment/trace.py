@@ -45,6 +45,12 @@ def stage_order(stage: str) -> tuple[int, int, int]:
     return (0 if kind == "embedding" else 2, 0, step)
 
 
+def stage_names(num_layers: int) -> list[str]:
+    """Every stage of a model of sparse layers, in order (a dense layer has fewer)."""
+    layers = [f"layers.{i}.{kind}" for i in range(num_layers) for kind in LAYER_STAGES]
+    return ["embedding", *layers, "final_norm", "logits", "log_prob"]
+
+
 class Keys:
     """Numbers the pairs (request id, position) in the order in which they are first seen."""
 

@@ -1,0 +1,69 @@
+"""The command `minitransformer`. Exit status: 0 done and nothing differs, 1 something differs, 2 bad input.
+
+Nothing here or in `commands` imports torch before a command runs, so that --help answers at once.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from minitransformer.commands import align, compare, generate, score, trace
+from minitransformer.errors import InputError
+
+COMMANDS = (align, generate, score, trace, compare)
+DIFFERS, BAD_INPUT, INTERRUPTED = 1, 2, 130
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        # One line, as for every other bad input; argparse would print the usage too.
+        self.exit(BAD_INPUT, f"error: {message} (see {self.prog} --help)\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    top = _Parser(
+        prog="minitransformer",
+        description="A Qwen3-MoE whose learner and sampler run the same operators, bit for bit.",
+        epilog="example: minitransformer align --model demo/checkpoint --prompts examples/prompts.txt",
+    )
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for module in COMMANDS:
+        name = module.__name__.rsplit(".", 1)[1]
+        summary, example = module.__doc__.strip().split("\n\nExample:\n", 1)
+        command = commands.add_parser(
+            name,
+            help=summary.split("\n", 1)[0],
+            description=summary,
+            epilog=f"example:\n{example.rstrip()}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit status; bad input is one line on stderr."""
+    args = parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except BrokenPipeError:
+        # The reader of our output has gone (`| head`); without this Python complains once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BAD_INPUT
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"error: {where}{error.strerror or error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""Sample, score the same tokens with the learner, and compare every stage of every layer on bits.
+
+The sampler generates with pages, chunked prefill, continuous batching and a prefix cache; the learner scores the same
+tokens in one packed pass. Beside it, as a contrast, transformers scores them in BF16 (if it is installed).
+Exit status 0 only if nothing differs, 1 if something does, 2 for bad input.
+
+Example:
+  minitransformer align --model demo/checkpoint --prompts examples/prompts.txt --max-new-tokens 32 --seed 7
+"""
+
+import argparse
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from minitransformer.commands import common
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from minitransformer.alignment.align import Alignment
+
+SHOWN_COMPLETIONS = 4
+PARTS = {"sampler": "sampling", "learner": "scoring with the learner", "transformers": "scoring with transformers"}
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    common.add_model(command)
+    command.add_argument(
+        "--prompts", required=True, metavar="FILE", help="one a line: text, or JSON with prompt or ids"
+    )
+    common.add_sampling(command)
+    common.add_sampler(command)
+    command.add_argument("--no-contrast", action="store_true", help="leave transformers out")
+    command.add_argument("--full", action="store_true", help="print every layer's stages, not only those that differ")
+    common.add_stages(command)
+    common.add_json(command, "everything as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    common.check_output(args.json)
+    common.sampling_params(args, 1)  # a bad parameter is told before a model is loaded
+    model = common.load_model(args)
+    common.check_stages(args.stages, model.config.num_layers)
+    prompts = common.read_prompt_ids(args, model)
+    from minitransformer.alignment.align import align
+
+    with common.progress() as show:
+        found = align(
+            model,
+            prompts,
+            common.sampling_params(args, len(prompts)),
+            common.sampler_options(args),
+            stages=args.stages,
+            checkpoint=None if args.no_contrast else args.model,
+            on_step=lambda part: show(PARTS[part], args.max_new_tokens * len(prompts) if part == "sampler" else None),
+            on_token=lambda token: show.advance(),
+        )
+    _print(common.console(), args, model, found)
+    common.write_json(args.json, _to_json(args, model, found))
+    return 0 if found.equal else 1
+
+
+def _print(console: "Console", args: argparse.Namespace, model: Any, found: "Alignment") -> None:
+    from minitransformer.alignment import report
+    from minitransformer.alignment.compare import first_divergence
+
+    for line in _header(args, model, found):
+        console.print(line, markup=False, soft_wrap=True)
+    console.print()
+    report.print_table(console, report.STAGE_COLUMNS, report.stage_rows(found.stages, args.full))
+    console.print(report.stage_footnote("sampler", "learner"))
+    worst = first_divergence(found.stages)
+    for line in report.first_values(worst, "sampler", "learner") if worst else ():
+        console.print(line, style="red", markup=False)
+    for result in (r for r in found.recomputed if not r.equal):
+        console.print(f"computed again with other bits: {result.stage}, {result.differing:,} elements", style="red")
+    console.print()
+    rows = [report.gap_row("learner", found.gap), report.gap_row("transformers, BF16", found.contrast)]
+    report.print_table(console, report.GAP_COLUMNS, rows)
+    console.print(report.gap_footnote())
+    console.print()
+    console.print(_verdict(found), style="bold green" if found.equal else "bold red", soft_wrap=True)
+
+
+def _header(args: argparse.Namespace, model: Any, found: "Alignment") -> list[str]:
+    config, completions = model.config, found.completions
+    tokens = sum(len(c.token_ids) for c in completions)
+    cached, again = sum(c.cached_tokens for c in completions), sum(c.preemptions for c in completions)
+    fed = sum(len(c.prompt_ids) + len(c.token_ids) - 1 for c in completions)
+    lines = [
+        f"model    {args.model}: {config.num_layers} layers, {config.num_experts} experts, top-{config.top_k}, "
+        f"vocabulary {config.vocab_size:,}",
+        f"spec     {model.spec.name}, fingerprint {found.fingerprint[:16]}",
+        f"sampler  {len(completions)} requests, {tokens} tokens at temperature {args.temperature:g}; pages of "
+        f"{args.page_size}, chunks of {args.chunk_size}, {args.max_batch_tokens} a step;",
+        f"         {cached} prompt tokens from the prefix cache, {again} preemptions; {found.seconds['sampler']:.1f} s",
+        f"learner  one packed pass over {fed} tokens; {found.seconds['learner']:.1f} s",
+    ]
+    for completion in completions[:SHOWN_COMPLETIONS]:
+        prompt, text = (common.one_line(ids, model, 40) for ids in (completion.prompt_ids[-12:], completion.token_ids))
+        lines.append(f"  r{completion.request_id}  ...{prompt} -> {text}")
+    return lines
+
+
+def _verdict(found: "Alignment") -> str:
+    elements = sum(r.elements for r in found.stages)
+    differing = sum(r.differing for r in found.stages)
+    wrong = sum(not r.equal for r in found.stages)
+    if found.equal:
+        return (
+            f"EQUAL: 0 of {elements:,} elements differ, in {len(found.stages)} stages and {found.gap.tokens} log-probs"
+        )
+    missing = [r.stage for r in found.stages if not r.rows]
+    note = f"; not compared: {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}" if missing else ""
+    return (
+        f"DIFFERENT: {differing:,} of {elements:,} elements in {wrong} of {len(found.stages)} stages, "
+        f"{found.gap.differing} of {found.gap.tokens} log-probs{note}"
+    )
+
+
+def _to_json(args: argparse.Namespace, model: Any, found: "Alignment") -> dict[str, Any]:
+    options = {key: value for key, value in vars(args).items() if key not in ("run", "json", "full")}
+    contrast = {"not_run": found.contrast} if isinstance(found.contrast, str) else asdict(found.contrast)
+    return {
+        "equal": found.equal,
+        "options": options,
+        "fingerprint": found.fingerprint,
+        "spec": model.spec.entries(),
+        "stages": [asdict(r) for r in found.stages],
+        "recomputed": [asdict(r) for r in found.recomputed],
+        "log_prob_gap": {"learner": asdict(found.gap), "transformers_bf16": contrast},
+        "requests": [common.completion_dict(c) for c in found.completions],
+        "seconds": found.seconds,
+    }

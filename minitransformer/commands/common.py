@@ -1,0 +1,195 @@
+"""What several commands share: options, loading, output files that appear whole or not at all, progress."""
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minitransformer.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
+    from minitransformer.sampler.sequence import Completion, SamplingParams
+
+
+def add_model(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model", required=True, metavar="DIR", help="checkpoint in the Hugging Face layout")
+
+
+def add_json(command: argparse.ArgumentParser, what: str) -> None:
+    command.add_argument("--json", type=Path, metavar="FILE", help=f"also write {what}")
+
+
+def add_stages(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--stages",
+        nargs="+",
+        metavar="PATTERN",
+        help="only these stages, such as 'layers.0.*' or logits (default all; a large model needs the memory)",
+    )
+
+
+def add_sampling(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("sampling")
+    group.add_argument("--max-new-tokens", type=int, default=16, metavar="N", help="a request (default 16)")
+    group.add_argument("--seed", type=int, default=0, metavar="S", help="request i draws with seed S + i (default 0)")
+    group.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy (default 1)")
+    group.add_argument("--top-k", type=int, default=0, metavar="K", help="0 means all (default)")
+    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1 means all (default)")
+
+
+def add_sampler(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("sampler (none of these changes a bit of the result)")
+    group.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens a page (default 16)")
+    group.add_argument("--num-pages", type=int, metavar="N", help="pages in all; few pages make requests give way")
+    group.add_argument("--chunk-size", type=int, default=32, metavar="N", help="prefill tokens a step (default 32)")
+    group.add_argument("--max-batch-tokens", type=int, default=128, metavar="N", help="tokens a step (default 128)")
+    group.add_argument("--max-sequences", type=int, default=64, metavar="N", help="requests at once (default 64)")
+    group.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt from its start")
+
+
+def sampling_params(args: argparse.Namespace, count: int) -> "list[SamplingParams]":
+    """One SamplingParams a request."""
+    from minitransformer.sampler.sequence import SamplingParams
+
+    return [
+        SamplingParams(args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.seed + i)
+        for i in range(count)
+    ]
+
+
+def sampler_options(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("page_size", "num_pages", "chunk_size", "max_batch_tokens", "max_sequences")
+    return {name: getattr(args, name) for name in names} | {"prefix_cache": not args.no_prefix_cache}
+
+
+def load_model(args: argparse.Namespace) -> "Qwen3MoeForCausalLM":
+    from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
+
+    with progress() as show:
+        show("loading " + args.model)
+        return Qwen3MoeForCausalLM.from_pretrained(args.model)
+
+
+def read_prompt_ids(args: argparse.Namespace, model: "Qwen3MoeForCausalLM") -> list[list[int]]:
+    from minitransformer.prompts import read_prompts
+
+    return read_prompts(args.prompts, model.tokenizer, model.config.vocab_size)
+
+
+def check_stages(patterns: list[str] | None, num_layers: int) -> None:
+    """InputError for a pattern that no stage has."""
+    from fnmatch import fnmatchcase
+
+    from minitransformer.alignment.trace import stage_names
+
+    names = stage_names(num_layers)
+    for pattern in patterns or ():
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise InputError(f"--stages {pattern}: no such stage; {names[0]}, {names[2]}, 'layers.*.qkv', logits exist")
+
+
+def check_output(path: Path | None) -> None:
+    """InputError before any work is done if a file could not be written there."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise InputError(f"{path}: is a directory; name a file")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise InputError(f"{path}: {path.parent} is not a directory that can be written; create it first")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Under a temporary name in the same folder, then renamed."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def to_json(content: Any, indent: int | None = None) -> str:
+    """JSON proper: NaN and infinities, which it lacks, as strings."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, float) and not math.isfinite(value):
+            return str(value)
+        if isinstance(value, dict):
+            return {key: plain(v) for key, v in value.items()}
+        return [plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+    return json.dumps(plain(content), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def write_json(path: Path | None, content: Any) -> None:
+    if path is not None:
+        write_text(path, to_json(content, indent=1) + "\n")
+
+
+def json_lines(items: Iterable[Any]) -> str:
+    return "".join(to_json(item) + "\n" for item in items)
+
+
+def completion_dict(completion: "Completion") -> dict[str, Any]:
+    return asdict(completion)
+
+
+def one_line(ids: list[int], model: "Qwen3MoeForCausalLM", width: int = 60) -> str:
+    """Tokens as one line of text in quotes (or as ids), cut in front or behind to about `width` characters."""
+    text = repr(model.tokenizer.decode(ids)) if model.tokenizer is not None else " ".join(map(str, ids))
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def console() -> "Console":
+    """Standard output: 100 columns at most; without a terminal there is no colour and no box."""
+    from rich.console import Console
+
+    out = Console(highlight=False)
+    out.width = min(out.width, 100) if out.is_terminal else 100
+    return out
+
+
+class _Silent:
+    def __call__(self, text: str, total: int | None = None) -> None:
+        """Names what is being done now; total: number of `advance` calls to come."""
+
+    def advance(self) -> None:
+        """One more is done."""
+
+
+@contextmanager
+def progress() -> Iterator[_Silent]:
+    """A progress line on stderr, on a terminal only, gone when it is done."""
+    if not sys.stderr.isatty():
+        yield _Silent()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        class Shown(_Silent):
+            def __call__(self, text: str, total: int | None = None) -> None:
+                bar.reset(task, description=text, total=total)
+
+            def advance(self) -> None:
+                bar.advance(task)
+
+        yield Shown()

@@ -1,0 +1,49 @@
+"""Sample completions of prompts.
+
+A request's tokens depend on its prompt, its seed and the weights, not on the batch, the chunks or the pages. Log-probs
+are of the softmax over the whole vocabulary at the temperature, whatever --top-k and --top-p are.
+
+Example:
+  minitransformer generate --model demo/checkpoint --prompts examples/prompts.txt --json completions.jsonl
+"""
+
+import argparse
+
+from minitransformer.commands import common
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    common.add_model(command)
+    command.add_argument(
+        "--prompts", required=True, metavar="FILE", help="one a line: text, or JSON with prompt or ids"
+    )
+    common.add_sampling(command)
+    common.add_sampler(command)
+    common.add_json(command, "ids and log-probs, one JSON object a request and line; `score` and `trace` read them")
+
+
+def run(args: argparse.Namespace) -> int:
+    common.check_output(args.json)
+    common.sampling_params(args, 1)
+    model = common.load_model(args)
+    prompts = common.read_prompt_ids(args, model)
+    from minitransformer.sampler.sampler import Sampler
+
+    with common.progress() as show:
+        show("sampling", args.max_new_tokens * len(prompts))
+        completions = Sampler(model, **common.sampler_options(args)).generate(
+            prompts, common.sampling_params(args, len(prompts)), on_token=lambda token: show.advance()
+        )
+    console = common.console()
+    for completion in completions:
+        log_prob = sum(completion.log_probs)
+        console.print(
+            f"[{completion.request_id}] {common.one_line(completion.prompt_ids, model)}  "
+            f"({len(completion.token_ids)} tokens, {completion.finish_reason}, log-prob {log_prob:.4f})",
+            style="bold", markup=False, soft_wrap=True,
+        )  # fmt: skip
+        text = completion.text if completion.text is not None else " ".join(map(str, completion.token_ids))
+        console.print(text, markup=False, soft_wrap=True)
+    if args.json is not None:
+        common.write_text(args.json, common.json_lines(map(common.completion_dict, completions)))
+    return 0

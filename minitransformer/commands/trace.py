@@ -1,0 +1,71 @@
+"""Write a trace: the named tensors of a run, one safetensors file.
+
+With --prompts the sampler generates and is traced; with --input (lines as `score` reads them, or as `generate --json`
+wrote them) the learner scores and is traced. Rows are named by request and position, so `compare` can put the two
+side by side.
+
+Example:
+  minitransformer generate --model demo/checkpoint --prompts examples/prompts.txt --json completions.jsonl
+  minitransformer trace --model demo/checkpoint --prompts examples/prompts.txt --out sampler.safetensors
+  minitransformer trace --model demo/checkpoint --input completions.jsonl --out learner.safetensors
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from minitransformer.commands import common
+from minitransformer.commands.score import read_sequences
+from minitransformer.errors import InputError
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    common.add_model(command)
+    source = command.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompts", metavar="FILE", help="trace the sampler on these prompts")
+    source.add_argument("--input", metavar="FILE", help="trace the learner on these sequences (JSON lines)")
+    command.add_argument("--out", required=True, type=Path, metavar="FILE", help="the safetensors file to write")
+    common.add_stages(command)
+    common.add_sampling(command)
+    common.add_sampler(command)
+
+
+def run(args: argparse.Namespace) -> int:
+    common.check_output(args.out)
+    common.sampling_params(args, 1)
+    model = common.load_model(args)
+    common.check_stages(args.stages, model.config.num_layers)
+    from minitransformer.alignment.trace import Trace
+
+    trace = Trace(args.stages, spec=model.spec.entries())
+    with common.progress() as show:
+        (_sample if args.prompts else _score)(args, model, trace, show)
+    if not trace.stages:
+        raise InputError("no stage was traced; widen --stages")
+    trace.save(args.out)
+    size = args.out.stat().st_size / 2**20
+    requests, rows = len(trace.requests), len(trace.keys)
+    print(f"{args.out}: {len(trace.stages)} stages, {rows} rows of {requests} requests, {size:.1f} MiB")
+    return 0
+
+
+def _sample(args: argparse.Namespace, model: Any, trace: Any, show: Any) -> None:
+    from minitransformer.sampler.sampler import Sampler
+
+    prompts = common.read_prompt_ids(args, model)
+    params = common.sampling_params(args, len(prompts))
+    show("sampling", args.max_new_tokens * len(prompts))
+    sampler = Sampler(model, **common.sampler_options(args))
+    for c in sampler.generate(prompts, params, trace=trace, on_token=lambda token: show.advance()):
+        trace.requests[c.request_id] = {"prompt_ids": c.prompt_ids, "token_ids": c.token_ids}
+
+
+def _score(args: argparse.Namespace, model: Any, trace: Any, show: Any) -> None:
+    from minitransformer.learner.learner import Learner
+
+    sequences, prompt_lens = read_sequences(args.input, model)
+    show("scoring")
+    learner = Learner(model, max_tokens_per_pack=max(1024, max(map(len, sequences))))
+    learner.score(sequences, prompt_lens, args.temperature, trace=trace)
+    for request, (ids, n) in enumerate(zip(sequences, prompt_lens, strict=True)):
+        trace.requests[request] = {"prompt_ids": ids[:n], "token_ids": ids[n:]}
