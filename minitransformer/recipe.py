@@ -1,0 +1,139 @@
+"""Recipes: which number format the experts' products use, by layer, as plain values. Standard library only.
+
+A recipe changes bits, so it is part of the execution spec's fingerprint. An explicit argument beats the checkpoint's
+config, the config beats the default (bf16); no environment variable is read.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from minitransformer.errors import InputError
+
+PROJECTIONS = ("gate_up", "down")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One number format of the experts.
+
+    weights            bf16 | nvfp4           blocks of 16 along K: E2M1 codes, an E4M3 scale each, an FP32 outer scale
+    activations        bf16 | nvfp4 | mxfp8   mxfp8: blocks of 32, E4M3 codes, an E8M0 scale a block
+    activation_scale   row | tensor | ""      what shares the outer scale of an NVFP4 activation
+    weight_scale       expert | row | ""      what shares the outer scale of an NVFP4 weight (gate and up share one)
+    backward           bf16 | mxfp8           operands of the gradient products
+    overrides          (pattern, recipe name) pairs: a layer number, or a pattern of 'layers.I.mlp'; the last match wins
+    """
+
+    name: str
+    weights: str
+    activations: str
+    activation_scale: str = ""
+    weight_scale: str = ""
+    backward: str = "bf16"
+    about: str = ""
+    overrides: tuple[tuple[str, str], ...] = ()
+
+    def for_layer(self, layer: int) -> "Recipe":
+        """The recipe of one layer, overrides applied, itself without overrides."""
+        chosen = replace(self, overrides=())
+        for pattern, name in self.overrides:
+            if pattern == str(layer) or fnmatchcase(f"layers.{layer}.mlp", pattern):
+                chosen = replace(get(name), backward=self.backward)
+        return chosen
+
+    def with_overrides(self, overrides: Iterable[tuple[str, str]], num_layers: int) -> "Recipe":
+        """Adds (pattern, recipe name) pairs. InputError where a pattern matches no layer or a name is unknown."""
+        added = tuple((str(pattern), get(name).name) for pattern, name in overrides)
+        for pattern, _ in added:
+            if not any(pattern == str(i) or fnmatchcase(f"layers.{i}.mlp", pattern) for i in range(num_layers)):
+                raise InputError(
+                    f"recipe override {pattern!r} matches no layer; give a number below {num_layers} or a pattern of "
+                    "'layers.I.mlp'"
+                )
+        return replace(self, overrides=self.overrides + added)
+
+    def with_backward(self, backward: str) -> "Recipe":
+        if backward not in ("bf16", "mxfp8"):
+            raise InputError(f"backward {backward!r} is not known; choose bf16 or mxfp8")
+        return replace(self, backward=backward)
+
+    @property
+    def key(self) -> str:
+        """One line that differs whenever the bits may: for the fingerprint."""
+        parts = [self.name, f"w={self.weights}/{self.weight_scale or '-'}"]
+        parts += [f"a={self.activations}/{self.activation_scale or '-'}", f"backward={self.backward}"]
+        return " ".join(parts + [f"{pattern}->{name}" for pattern, name in self.overrides])
+
+
+DEFAULT_QUANTISED = "nvfp4_per_token"
+RECIPES = {
+    r.name: r
+    for r in (
+        Recipe("bf16", "bf16", "bf16", about="BF16 experts: nothing is quantised"),
+        Recipe(
+            "nvfp4_per_token", "nvfp4", "nvfp4", "row", "expert",
+            about="W4A4; every token has its own outer scale, so no token sees its batch (the default when quantising)",
+        ),
+        Recipe(
+            "nvfp4_per_row", "nvfp4", "nvfp4", "row", "row",
+            about="W4A4; as nvfp4_per_token, and every row of a weight has its own outer scale",
+        ),
+        Recipe(
+            "nvfp4_per_tensor", "nvfp4", "nvfp4", "tensor", "expert",
+            about="W4A4 with one activation scale for the whole batch: NOT batch invariant, kept to show why it fails",
+        ),
+        Recipe("w4a16", "nvfp4", "bf16", "", "expert", about="4-bit weights, BF16 activations"),
+        Recipe(
+            "w4a8_mxfp8", "nvfp4", "mxfp8", "", "expert",
+            about="4-bit weights, FP8 activations in blocks of 32 with power-of-two scales",
+        ),
+    )
+}  # fmt: skip
+
+
+def get(name: str) -> Recipe:
+    """The named recipe. InputError offers the closest name."""
+    if name in RECIPES:
+        return RECIPES[name]
+    close = get_close_matches(str(name), RECIPES, n=1, cutoff=0.3)
+    hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(RECIPES)}"
+    raise InputError(f"recipe {name!r} is not known; {hint}")
+
+
+def describe(recipe: Recipe) -> str:
+    """Forward, backward, coverage and layout, as text of a few lines."""
+    forward = {
+        ("bf16", "bf16"): "BF16 x BF16, FP32 accumulator (the tensor-core chain), one rounding to BF16",
+        ("nvfp4", "nvfp4"): "chain over code * block scale of both operands (exact in BF16), FP32 acc * (row * weight scale)",
+        ("nvfp4", "bf16"): "chain over BF16 activations and code * block scale of the weight, FP32 acc * weight scale",
+        ("nvfp4", "mxfp8"): "chain over code * scale of both operands (exact in BF16), then FP32 acc * weight scale",
+    }[recipe.weights, recipe.activations]
+    outer = {
+        "row": "one a token",
+        "tensor": "one for the whole batch",
+        "expert": "one an expert (gate and up share it)",
+        "": "none",
+    }
+    layout = {
+        "bf16": "[E, N, K] BF16",
+        "nvfp4": "codes uint8 [E, N, K/2] (even element in the low nibble), scales E4M3 [E, N, K/16], outer FP32",
+    }[recipe.weights]
+    weight_outer = "one a row" if recipe.weight_scale == "row" else outer[recipe.weight_scale]
+    lines = [
+        f"{recipe.name}: {recipe.about}",
+        f"  forward   FC1 and FC2 of every expert: {forward}",
+        f"            outer scale of activations: {outer[recipe.activation_scale]}",
+        f"            outer scale of weights: {weight_outer}",
+        f"  backward  {recipe.backward}: "
+        + (
+            "straight through, gradients of the saved high-precision operands"
+            if recipe.backward == "bf16"
+            else "straight through, operands of the gradient products rounded to MXFP8 (to compare; not the default)"
+        ),
+        "  coverage  experts' gate_up and down; router, norms, embedding, attention, dense layers and lm_head stay BF16",
+        f"  layout    {layout}",
+    ]
+    lines += [f"  override  {pattern} -> {name}" for pattern, name in recipe.overrides]
+    return "\n".join(lines)
