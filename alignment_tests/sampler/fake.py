@@ -36,6 +36,7 @@ class FakeModel(torch.nn.Module):
     """key row = (id, position), value row = (hash of the rows before, 0); salt stands for the weights."""
 
     device = "cpu"
+    weights_version = 0
 
     def __init__(self, config: FakeConfig | None = None, tokenizer: object = None) -> None:
         super().__init__()
@@ -73,7 +74,10 @@ class FakeModel(torch.nn.Module):
         return torch.from_numpy(((mixed >> 40) / 2**22).astype(np.float32))
 
 
-def alone(model: torch.nn.Module, prompt: tuple[int, ...], params: SamplingParams) -> tuple[list[int], list[float], str]:
+Alone = tuple[list[int], list[float], str]  # tokens, log-probs, finish reason
+
+
+def alone(model: torch.nn.Module, prompt: tuple[int, ...], params: SamplingParams) -> Alone:
     """The definition: no cache, no pages, no other request. Every token from a packed pass over all before it."""
     ids, log_probs = list(prompt), []
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(model.config.eos_token_ids))
@@ -89,7 +93,7 @@ def alone(model: torch.nn.Module, prompt: tuple[int, ...], params: SamplingParam
 
 
 @cache
-def fake_alone(prompt: tuple[int, ...], params: SamplingParams) -> tuple[list[int], list[float], str]:
+def fake_alone(prompt: tuple[int, ...], params: SamplingParams) -> Alone:
     """alone() on the fake model: what every test expects."""
     return alone(FakeModel(), prompt, params)
 

@@ -27,7 +27,8 @@ Prompt = SequenceOf[int] | Tensor | str
 class Sampler:
     """Generates with a model: paged keys and values, continuous batching, chunked prefill, prefix cache, preemption.
 
-    model              called as model(batch, cache, trace) -> logits FP32 [L, V]; has .config, .device, .tokenizer
+    model              called as model(batch, cache, trace) -> logits FP32 [L, V]; has .config, .device,
+                       .tokenizer (or None), .weights_version, .parameters()
     page_size          rows of the store in a page, at least 1
     num_pages          size of the store; None: whole contexts for max_sequences requests, within 512 MiB
     max_batch_tokens   tokens of one step, over all requests
@@ -142,9 +143,10 @@ class Sampler:
         """Forgets every key and value, because the weights have changed. Requests in flight keep their tokens, and
         their keys and values are computed again with the new weights.
 
-        step() calls this when it sees a change: a parameter replaced, or changed in place by an optimiser, copy_ or
-        load_state_dict. It cannot see writes through `.data`, NumPy or another view that torch does not count; whoever
-        writes so must call this.
+        step() calls this when it sees a change: model.weights_version raised (the learner and the loader do), a
+        parameter replaced, or changed in place by copy_, load_state_dict or one of torch's optimisers. It cannot see
+        writes through `.data`, NumPy or another view that torch does not count; whoever writes so must raise
+        model.weights_version or call this.
         """
         for sequence in reversed(self.scheduler.running[:]):
             self.scheduler.preempt(sequence)
@@ -173,7 +175,7 @@ class Sampler:
 
     def _take(self, sequence: Sequence, token_id: int, log_prob: float, trace: Any) -> NewToken:
         if trace is not None:
-            trace.note_log_probs(sequence.request_id, [len(sequence.ids)], torch.tensor([log_prob], dtype=torch.float32))
+            trace.note_log_probs(sequence.request_id, [len(sequence.ids)], [log_prob])
         reason = sequence.append(token_id, log_prob)
         completion = None
         if reason is not None:
@@ -208,7 +210,7 @@ class Sampler:
         if isinstance(prompt, str):
             if self.model.tokenizer is None:
                 raise InputError(f"{where} is text and the model has no tokenizer: give token ids")
-            prompt = self.model.tokenizer.encode(prompt).ids
+            prompt = self.model.tokenizer.encode(prompt)
         if not isinstance(prompt, SequenceOf | Tensor):
             raise InputError(f"{where} is {prompt!r}: give a list of token ids, or text")
         ids = list(prompt.tolist() if isinstance(prompt, Tensor) else prompt)
@@ -222,8 +224,9 @@ class Sampler:
                 )
         return ids
 
-    def _weights_stamp(self) -> int:
-        return hash(tuple((p.data_ptr(), p._version) for p in self.model.parameters()))
+    def _weights_stamp(self) -> tuple:
+        """Another value after any change of the weights that can be seen without reading them."""
+        return self.model.weights_version, [(p.data_ptr(), p._version) for p in self.model.parameters()]
 
 
 def _draw(sequences: list[Sequence], logits_LV: Tensor) -> tuple[list[int], list[float]]:

@@ -1,6 +1,5 @@
 """A request: what was asked (SamplingParams), how far it is (Sequence), and what came out (NewToken, Completion)."""
 
-import math
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,8 @@ class SamplingParams:
     """How the next tokens of one request are drawn.
 
     max_new_tokens   at most this many; fewer if the context is full, then the finish reason is "length" too
-    temperature      logits are divided by it (FP32); 0 is greedy: the largest logit, ties to the lower id
+    temperature      logits are divided by it (FP32), 1e-6 to 1e6 so that the quotients stay finite; 0 is greedy: the
+                     largest logit, ties to the lower id
     top_k            draw among the k largest logits; 0 means all
     top_p            draw among the fewest tokens whose probability sums to top_p; 1 means all
     seed             the noise is a function of (seed, position, token id) and of nothing else
@@ -44,8 +44,8 @@ class SamplingParams:
         require_int("seed", self.seed, 0)
         if self.seed >= SEED_LIMIT:
             raise InputError(f"seed is {self.seed}: give an integer below 2**63")
-        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
-            raise InputError(f"temperature is {self.temperature!r}: give a finite number above 0, or 0 for greedy")
+        if not _is_number(self.temperature) or not (self.temperature == 0 or 1e-6 <= self.temperature <= 1e6):
+            raise InputError(f"temperature is {self.temperature!r}: give a number from 1e-6 to 1e6, or 0 for greedy")
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
             raise InputError(f"top_p is {self.top_p!r}: give a number above 0 and at most 1, where 1 means no limit")
         if isinstance(self.stop_token_ids, str) or not isinstance(self.stop_token_ids, SequenceOf):

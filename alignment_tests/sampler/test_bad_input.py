@@ -1,0 +1,81 @@
+"""Bad input: one line that says what, where and what to do, before anything has changed."""
+
+import math
+
+import pytest
+import torch
+
+from alignment_tests.sampler.fake import FakeModel
+from minitransformer.errors import InputError
+from minitransformer.sampler.sampler import Sampler
+from minitransformer.sampler.sequence import SamplingParams
+
+
+def refuses(words: str, call, *args, **options) -> None:
+    with pytest.raises(InputError) as error:
+        call(*args, **options)
+    assert "\n" not in str(error.value) and words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_new_tokens", x) for x in (0, -1, 1.5, True, "3")]
+    + [("temperature", x) for x in (-0.1, math.nan, math.inf, 1e-50, 1e39, "hot", None)]
+    + [("top_p", x) for x in (0, -0.5, 1.01, math.nan, None)]
+    + [("top_k", x) for x in (-1, 2.0)]
+    + [("seed", x) for x in (-1, 2**63, 0.5)]
+    + [("stop_token_ids", x) for x in ((-1,), ("a",), "a", 5)],
+)
+def test_params(name: str, value: object) -> None:
+    refuses(name, SamplingParams, **{name: value})
+
+
+@pytest.mark.parametrize("name", ["page_size", "num_pages", "max_batch_tokens", "chunk_size", "max_sequences"])
+@pytest.mark.parametrize("value", [0, -1, 2.5])
+def test_sizes(name: str, value: object) -> None:
+    refuses(name, Sampler, FakeModel(), **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ([], "is empty"),
+        (torch.tensor([], dtype=torch.int64), "is empty"),
+        ([4, 24], "24 at index 1 is not a token id: give integers from 0 to 23"),
+        ([-1], "-1 at index 0"),
+        ([4, 5.0], "5.0 at index 1"),
+        (torch.tensor([[4, 5]]), "[4, 5] at index 0"),
+        ("text", "no tokenizer"),
+        (7, "is 7"),
+        ([4] * 96, "has 96 tokens, the context is 96: shorten it to 95"),
+        ([4] * 30, "takes 12 pages of 4 and there are 10"),
+    ],
+)
+def test_prompts(prompt: object, words: str) -> None:
+    """Refused by add() and by generate(), where the good prompts before it leave no trace either."""
+    sampler = Sampler(FakeModel(), page_size=4, num_pages=10)
+    refuses(words, sampler.add, prompt, SamplingParams(16))
+    refuses(words, sampler.generate, [[4, 5], prompt], SamplingParams(16))
+    refuses("prompts[1]", sampler.generate, [[4, 5], prompt], SamplingParams(16))
+    assert not sampler.scheduler.waiting and sampler.add([4]) == 0
+
+
+def test_the_longest_prompt_and_the_fullest_store_are_served() -> None:
+    (got,) = Sampler(FakeModel(), page_size=4).generate([[4] * 95], SamplingParams(16))
+    assert len(got.token_ids) == 1 and got.finish_reason in ("length", "stop")
+    (got,) = Sampler(FakeModel(), page_size=4, num_pages=10).generate([[4] * 30], SamplingParams(11, ignore_eos=True))
+    assert len(got.token_ids) == 11
+
+
+def test_generate() -> None:
+    sampler = Sampler(FakeModel())
+    refuses("single prompt", sampler.generate, "text")
+    refuses("single prompt", sampler.generate, [4, 5])
+    refuses("single prompt", sampler.generate, torch.tensor([4, 5]))
+    refuses("params has 1 entries for 2 prompts", sampler.generate, [[4], [5]], [SamplingParams()])
+    refuses("outside the vocabulary of 24", sampler.generate, [[4]], SamplingParams(stop_token_ids=(24,)))
+    assert sampler.generate([]) == []
+    request = sampler.add([4, 5])
+    refuses("in flight", sampler.generate, [[4]])
+    refuses("request 7 is not in flight", sampler.abort, 7)
+    assert sampler.abort(request).token_ids == []
