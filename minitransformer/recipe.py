@@ -106,7 +106,7 @@ def describe(recipe: Recipe) -> str:
     """Forward, backward, coverage and layout, as text of a few lines."""
     forward = {
         ("bf16", "bf16"): "BF16 x BF16, FP32 accumulator (the tensor-core chain), one rounding to BF16",
-        ("nvfp4", "nvfp4"): "chain over code * block scale of both operands (exact in BF16), FP32 acc * (row * weight scale)",
+        ("nvfp4", "nvfp4"): "chain over code * block scale of both operands (exact in BF16), acc * (row * weight)",
         ("nvfp4", "bf16"): "chain over BF16 activations and code * block scale of the weight, FP32 acc * weight scale",
         ("nvfp4", "mxfp8"): "chain over code * scale of both operands (exact in BF16), then FP32 acc * weight scale",
     }[recipe.weights, recipe.activations]
@@ -132,7 +132,7 @@ def describe(recipe: Recipe) -> str:
             if recipe.backward == "bf16"
             else "straight through, operands of the gradient products rounded to MXFP8 (to compare; not the default)"
         ),
-        "  coverage  experts' gate_up and down; router, norms, embedding, attention, dense layers and lm_head stay BF16",
+        "  coverage  experts' gate_up and down; router, norms, embedding, attention, dense layers, lm_head stay BF16",
         f"  layout    {layout}",
     ]
     lines += [f"  override  {pattern} -> {name}" for pattern, name in recipe.overrides]

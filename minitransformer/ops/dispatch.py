@@ -5,10 +5,14 @@
     combine  y_T[t] = bf16(sum over k ascending of y_R[rows[t, k]])
              FP32, starting from +0, one addition a slot in slot order, one rounding at the end
 
-The routing weights are not applied here but in grouped_linear (down), once. The order of the sum is that of the slots,
-not of the experts' rows, so it does not depend on the other tokens or on T.
+    gather_amax             gather, and amax_R[r] = max over d of |x_R[r, d]|, taken while the row is copied
+    combine_weighted  y_T[t] = bf16(acc), acc = fma(w[t, k], y_R[rows[t, k]], acc) over k ascending, from +0, FP32
 
-Backward: gather's is combine's sum (slot order, FP32, one rounding); combine's is gather.
+BF16 experts: the routing weights are applied in grouped_linear (down), once. NVFP4 experts: in combine_weighted, once.
+The order of a sum is that of the slots, not of the experts' rows, so it depends on no other token and not on T.
+
+Backward: gather's is combine's sum (slot order, FP32, one rounding); combine's is gather; combine_weighted's is
+    dy_R[r] = bf16(fl(dy_T[t] * w[t, k])), dw[t, k] = lane sum over d of fl(dy_T[t, d] * y_R[r, d]), r = rows[t, k]
 Refused: an expert id outside 0 .. E - 1, shapes that do not fit the plan, dtypes, devices without a kernel.
 """
 
@@ -21,7 +25,7 @@ from torch import Tensor
 from minitransformer.errors import InputError
 from minitransformer.ops import cpu
 from minitransformer.ops.jit import jit
-from minitransformer.ops.rounding import bf16_to_f32, f32_to_bf16
+from minitransformer.ops.rounding import bf16_to_f32, f32_to_bf16, fma32, lane_sum
 
 SPEC = "dispatch/1"
 
@@ -83,6 +87,42 @@ def _sum_slots(begin, end, y_RD, rows_TK, out_TD):
             out_TD[t, d] = f32_to_bf16(acc[d])  # the one rounding to BF16
 
 
+@jit
+def _gather_amax(begin, end, x_TD, order_R, slots, out_RD, amax_R):
+    for r in range(begin, end):
+        source, row, top = x_TD[order_R[r] // slots], out_RD[r], np.uint16(0)
+        for d in range(row.size):
+            row[d] = source[d]
+            top = max(top, np.uint16(source[d] & np.uint16(0x7FFF)))  # |x| orders as its bits do, NaN above all
+        amax_R[r] = bf16_to_f32(top)
+
+
+@jit
+def _weigh_slots(begin, end, y_RD, rows_TK, weights_TK, out_TD):
+    acc = np.empty(y_RD.shape[1], np.float32)
+    for t in range(begin, end):
+        acc[:] = np.float32(0)
+        for k in range(rows_TK.shape[1]):
+            row, w = y_RD[rows_TK[t, k]], weights_TK[t, k]
+            for d in range(acc.size):
+                acc[d] = fma32(w, bf16_to_f32(row[d]), acc[d])  # one rounding a slot, slot order
+        for d in range(acc.size):
+            out_TD[t, d] = f32_to_bf16(acc[d])
+
+
+@jit
+def _weigh_backward(begin, end, dy_TD, y_RD, rows_TK, weights_TK, dy_RD, dw_TK):
+    terms = np.empty(y_RD.shape[1], np.float32)
+    for t in range(begin, end):
+        for k in range(rows_TK.shape[1]):
+            row, w = rows_TK[t, k], weights_TK[t, k]
+            for d in range(terms.size):
+                dy = bf16_to_f32(dy_TD[t, d])
+                dy_RD[row, d] = f32_to_bf16(dy * w)
+                terms[d] = dy * bf16_to_f32(y_RD[row, d])
+            dw_TK[t, k] = lane_sum(terms)
+
+
 def gather_forward(x_TD: Tensor, plan: Plan) -> Tensor:
     """x [T, D] BF16 -> [R, D], rows copied into dispatch order."""
     cpu.on_cpu("dispatch.gather", x_TD)  # the Triton kernel will branch here
@@ -96,6 +136,62 @@ def combine_forward(y_RD: Tensor, plan: Plan) -> Tensor:
     out = torch.empty(rows.shape[0], y_RD.shape[1], dtype=torch.bfloat16)
     cpu.parallel(_sum_slots, rows.shape[0], cpu.bf16_bits(y_RD), rows, cpu.bf16_bits(out), grain=16)
     return out
+
+
+def gather_amax_forward(x_TD: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    """x [T, D] BF16 -> (rows in dispatch order [R, D] BF16, their largest magnitudes FP32 [R])."""
+    cpu.on_cpu("dispatch.gather_amax", x_TD)  # the Triton kernel will branch here
+    order = cpu.i64(plan.order_R)
+    out, amax = torch.empty(order.size, x_TD.shape[1], dtype=torch.bfloat16), torch.empty(order.size)
+    args = cpu.bf16_bits(x_TD), order, plan.rows_TK.shape[1], cpu.bf16_bits(out), amax.numpy()
+    cpu.parallel(_gather_amax, order.size, *args, grain=16)
+    return out, amax
+
+
+def combine_weighted_forward(y_RD: Tensor, plan: Plan, weights_TK: Tensor) -> Tensor:
+    """y [R, D] BF16, routing weights [T, K] FP32 -> [T, D] BF16 by FMA in slot order."""
+    cpu.on_cpu("dispatch.combine_weighted", y_RD, weights_TK)  # the Triton kernel will branch here
+    rows = cpu.i64(plan.rows_TK)
+    out = torch.empty(rows.shape[0], y_RD.shape[1], dtype=torch.bfloat16)
+    args = cpu.bf16_bits(y_RD), rows, cpu.f32(weights_TK), cpu.bf16_bits(out)
+    cpu.parallel(_weigh_slots, rows.shape[0], *args, grain=16)
+    return out
+
+
+def combine_weighted_backward(dy_TD: Tensor, y_RD: Tensor, plan: Plan, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """dY [T, D] BF16 -> (dy_R [R, D] BF16, dweights [T, K] FP32)."""
+    dy_RD, dw_TK = torch.empty(y_RD.shape, dtype=torch.bfloat16), torch.empty(weights_TK.shape)
+    rows, weights = cpu.i64(plan.rows_TK), cpu.f32(weights_TK)
+    args = cpu.bf16_bits(dy_TD), cpu.bf16_bits(y_RD), rows, weights, cpu.bf16_bits(dy_RD), dw_TK.numpy()
+    cpu.parallel(_weigh_backward, rows.shape[0], *args, grain=16)
+    return dy_RD, dw_TK
+
+
+class _GatherAmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TD, plan):
+        ctx.plan = plan
+        x_RD, amax_R = gather_amax_forward(x_TD, plan)
+        ctx.mark_non_differentiable(amax_R)
+        return x_RD, amax_R
+
+    @staticmethod
+    def backward(ctx, dx_RD, _):
+        return combine_forward(dx_RD, ctx.plan), None
+
+
+class _CombineWeighted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y_RD, plan, weights_TK):
+        ctx.plan = plan
+        ctx.save_for_backward(y_RD, weights_TK)
+        return combine_weighted_forward(y_RD, plan, weights_TK)
+
+    @staticmethod
+    def backward(ctx, dy_TD):
+        y_RD, weights_TK = ctx.saved_tensors
+        dy_RD, dw_TK = combine_weighted_backward(dy_TD, y_RD, ctx.plan, weights_TK)
+        return dy_RD, None, dw_TK
 
 
 class _Gather(torch.autograd.Function):
@@ -134,6 +230,23 @@ def combine(y_RD: Tensor, plan: Plan) -> Tensor:
     if y_RD.dim() != 2 or y_RD.shape[0] != plan.offsets[-1]:
         raise ValueError(f"dispatch.combine: y is {tuple(y_RD.shape)}, the plan has {plan.offsets[-1]} rows")
     return _Combine.apply(y_RD, plan)
+
+
+def gather_amax(x_TD: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    """x [T, D] BF16 -> (x_R [R, D] BF16 in dispatch order, row maxima FP32 [R] without a second pass). As gather."""
+    if x_TD.dim() != 2 or x_TD.shape[0] != plan.rows_TK.shape[0]:
+        raise ValueError(f"dispatch.gather_amax: x is {tuple(x_TD.shape)}, the plan has {plan.rows_TK.shape[0]} tokens")
+    return _GatherAmax.apply(x_TD, plan)
+
+
+def combine_weighted(y_RD: Tensor, plan: Plan, weights_TK: Tensor) -> Tensor:
+    """y [R, D] BF16 in dispatch order, weights [T, K] FP32 -> [T, D] BF16. ValueError, TypeError as combine."""
+    if y_RD.dim() != 2 or y_RD.shape[0] != plan.offsets[-1] or weights_TK.shape != plan.rows_TK.shape:
+        raise ValueError(
+            f"dispatch.combine_weighted: y is {tuple(y_RD.shape)}, weights {tuple(weights_TK.shape)}; the plan has "
+            f"{plan.offsets[-1]} rows of {tuple(plan.rows_TK.shape)} slots"
+        )
+    return _CombineWeighted.apply(y_RD, plan, weights_TK)
 
 
 def slots(y_R: Tensor, plan: Plan) -> Tensor:

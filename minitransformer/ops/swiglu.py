@@ -3,7 +3,10 @@
     g = f32(x[r, f]), u = f32(x[r, F + f])            x [R, 2F] BF16, gate half first
     h[r, f] = bf16(fl(silu_32(g) * u))                silu_32 of rounding.py, not rounded to BF16 in between
 
-Backward, FP32 from the BF16 operands, one rounding each (dh [R, F] BF16):
+swiglu_amax (NVFP4 experts) takes g and u in FP32, as FC1's epilogue leaves them; the same formula; beside h it gives
+    amax[r] = max over f of |h[r, f]|                 of the rounded h, taken while the row is written
+
+Backward, FP32 from the operands as saved (BF16 or FP32), one rounding each (dh [R, F] BF16):
     s      = sigmoid_32(g) = fl(1 / fl(1 + exp2_32(fl(g * -log2 e))))
     d      = fl(s + fl(silu_32(g) * fl(1 - s)))       the derivative of silu
     dgate  = bf16(fl(fl(dh * u) * d))
@@ -43,23 +46,44 @@ def forward(gate_up_R2F: Tensor) -> Tensor:
 
 
 @jit
+def _forward_amax_cpu(begin, end, x, out, amax):
+    F = out.shape[1]
+    for r in range(begin, end):
+        gate, up, row = x[r, :F], x[r, F:], out[r]
+        top = np.uint16(0)
+        for f in range(F):
+            row[f] = f32_to_bf16(silu_32(gate[f]) * up[f])
+            top = max(top, np.uint16(row[f] & np.uint16(0x7FFF)))  # |h| orders as its bits do, NaN above all
+        amax[r] = bf16_to_f32(top)
+
+
+def forward_amax(gate_up_R2F: Tensor) -> tuple[Tensor, Tensor]:
+    """FP32 [R, 2F] -> (h BF16 [R, F], amax FP32 [R])."""
+    cpu.on_cpu("swiglu_amax", gate_up_R2F)  # the Triton kernel will branch here
+    x = cpu.f32(gate_up_R2F)
+    out, amax = torch.empty(x.shape[0], x.shape[1] // 2, dtype=torch.bfloat16), torch.empty(x.shape[0])
+    cpu.parallel(_forward_amax_cpu, x.shape[0], x, cpu.bf16_bits(out), amax.numpy(), grain=8)
+    return out, amax
+
+
+@jit
 def _backward_cpu(begin, end, dh, x, dx):
     F = dh.shape[1]
     for r in range(begin, end):
         gate, up, grad, dgate, dup = x[r, :F], x[r, F:], dh[r], dx[r, :F], dx[r, F:]
         for f in range(F):
-            g, d = bf16_to_f32(gate[f]), bf16_to_f32(grad[f])
+            g, d = gate[f], bf16_to_f32(grad[f])
             s, y = sigmoid_32(g), silu_32(g)
             slope = s + y * (_ONE - s)
-            dgate[f] = f32_to_bf16((d * bf16_to_f32(up[f])) * slope)
+            dgate[f] = f32_to_bf16((d * up[f]) * slope)
             dup[f] = f32_to_bf16(d * y)
 
 
 def backward(dh_RF: Tensor, gate_up_R2F: Tensor) -> Tensor:
-    """dh BF16 [R, F] -> BF16 [R, 2F], gate half first."""
+    """dh BF16 [R, F], gate_up [R, 2F] BF16 or FP32 -> BF16 [R, 2F], gate half first."""
     dx = torch.empty(gate_up_R2F.shape, dtype=torch.bfloat16)
-    args = cpu.bf16_bits(dh_RF), cpu.bf16_bits(gate_up_R2F), cpu.bf16_bits(dx)
-    cpu.parallel(_backward_cpu, dx.shape[0], *args, grain=8)
+    x = cpu.f32(gate_up_R2F.float())  # BF16 -> FP32 is exact
+    cpu.parallel(_backward_cpu, dx.shape[0], cpu.bf16_bits(dh_RF), x, cpu.bf16_bits(dx), grain=8)
     return dx
 
 
@@ -72,6 +96,26 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dh_RF):
         return backward(dh_RF, *ctx.saved_tensors)
+
+
+class _SwiGLUAmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up_R2F):
+        ctx.save_for_backward(gate_up_R2F)
+        h_RF, amax_R = forward_amax(gate_up_R2F)
+        ctx.mark_non_differentiable(amax_R)
+        return h_RF, amax_R
+
+    @staticmethod
+    def backward(ctx, dh_RF, _):
+        return backward(dh_RF, *ctx.saved_tensors).float()
+
+
+def swiglu_amax(gate_up_R2F: Tensor) -> tuple[Tensor, Tensor]:
+    """FP32 [R, 2F], gate half first -> (silu(gate) * up BF16 [R, F], its row maxima FP32 [R]). Raises as swiglu."""
+    if gate_up_R2F.dim() != 2 or gate_up_R2F.shape[1] % 2:
+        raise ValueError(f"swiglu_amax: gate_up is {tuple(gate_up_R2F.shape)}, expected [R, 2F]")
+    return _SwiGLUAmax.apply(gate_up_R2F)
 
 
 def swiglu(gate_up_R2F: Tensor) -> Tensor:
