@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from minitransformer.errors import InputError
+from minitransformer.recipe import get
 
 NAME = "mini/1"
 
@@ -22,6 +23,8 @@ OPS = (
     "mma", "rounding", "embedding", "rms_norm", "linear", "rope", "kv_store", "attention", "router", "dispatch",
     "grouped_linear", "swiglu", "logprob", "sample",
 )  # fmt: skip
+# Part of the spec only where a recipe quantises.
+QUANTISED_OPS = ("nvfp4", "mxfp8", "quantised_linear")
 
 
 class _Model(Protocol):
@@ -33,7 +36,7 @@ class _Model(Protocol):
 class ExecutionSpec:
     """Frozen and comparable.
 
-    ops                  (module, its SPEC) for each of OPS
+    ops                  (module, its SPEC) for each of OPS, and of QUANTISED_OPS where the recipe uses them
     accumulator          the tensor-core chain under every matrix product
     attention_key_tile   keys a tile of the online softmax
     options              (entry, value): formulas that a config or a recipe chooses
@@ -51,14 +54,15 @@ class ExecutionSpec:
     @classmethod
     def of(cls, model: _Model) -> "ExecutionSpec":
         """The spec that this model's forward pass follows."""
-        modules = {op: import_module(f"minitransformer.ops.{op}") for op in OPS}
-        config = model.config
+        config, recipe = model.config, getattr(model, "recipe", None) or get("bf16")
+        quantised = any(recipe.for_layer(i).weights != "bf16" for i in range(config.num_layers))
+        modules = {op: import_module(f"minitransformer.ops.{op}") for op in OPS + (QUANTISED_OPS if quantised else ())}
         options = {
-            "recipe": "bf16",
+            "recipe": recipe.key,
             "kv_dtype": "bfloat16",
             "lm_head_output": "float32",
-            # Where the weight of an expert enters: into FC2's FP32 accumulator, before its only rounding.
-            "routing_weight": "fc2-accumulator",
+            # Where an expert's weight enters: into FC2's FP32 accumulator before its only rounding, or into the sum.
+            "routing_weight": "combine" if quantised else "fc2-accumulator",
             "exp2_table": modules["rounding"].EX2_SHA256,
             "rms_eps": config.rms_eps,
             "top_k": config.top_k,
@@ -66,7 +70,7 @@ class ExecutionSpec:
             "rope_table": hashlib.sha256(model.rope_table.contiguous().cpu().numpy().tobytes()).hexdigest(),
         }
         return cls(
-            ops=tuple((op, modules[op].SPEC) for op in OPS),
+            ops=tuple((op, modules[op].SPEC) for op in modules),
             accumulator=modules["mma"].SPEC,
             attention_key_tile=modules["attention"].KEY_TILE,
             options=tuple(sorted(options.items())),

@@ -92,7 +92,7 @@ def gap_row(name: str, gap: Gap | str) -> list[str]:
 
 
 def stage_footnote(a: str, b: str) -> str:
-    return f"a/b only: rows that only the {a} or only the {b} has; r p e: request, position, element of the row"
+    return f"a/b only: rows only in a, the {a} | only in b, the {b}; r p e: request, position, element"
 
 
 def gap_footnote() -> str:
@@ -113,13 +113,14 @@ def print_table(console: "Console", columns: Sequence[str], rows: Table) -> None
     whole = [line for line in lines if len(line) == len(columns)]
     widths = [max(len(line[i]) for line in whole) for i in range(len(columns))]
     widths[0] = max(len(line[0]) for line in lines)
+    gap = "  " if sum(widths) + 2 * len(widths) - 2 <= WIDTH else " "
     for line in lines:
         right = len(line) == len(columns)
         cells = [
             cell.rjust(width) if right and not _left(columns, i) else cell.ljust(width)
             for i, (cell, width) in enumerate(zip(line, widths, strict=False))
         ]
-        print("  ".join(cells).rstrip(), file=console.file)
+        print(gap.join(cells).rstrip(), file=console.file)
 
 
 def _print_rich(console: "Console", columns: Sequence[str], rows: Table) -> None:
@@ -127,7 +128,7 @@ def _print_rich(console: "Console", columns: Sequence[str], rows: Table) -> None
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    table = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
+    table = RichTable(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if _left(columns, i) else "right", overflow="fold")
     notes = []

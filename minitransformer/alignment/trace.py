@@ -17,7 +17,8 @@ from minitransformer.batch import Batch
 
 LAYER_STAGES = (
     "input_norm", "qkv", "q_norm", "k_norm", "q_rope", "k_rope", "attention", "o", "post_norm",
-    "router_logits", "expert_ids", "routing_weights", "gate_up", "swiglu", "down", "combine",
+    "router_logits", "expert_ids", "routing_weights", "gate_up_codes", "gate_up_scales", "gate_up_outer", "gate_up",
+    "swiglu", "down_codes", "down_scales", "down_outer", "down", "combine",
 )  # fmt: skip
 STAGES = ("embedding", *LAYER_STAGES, "final_norm", "logits", "log_prob")
 
@@ -46,7 +47,7 @@ def stage_order(stage: str) -> tuple[int, int, int]:
 
 
 def stage_names(num_layers: int) -> list[str]:
-    """Every stage of a model of sparse layers, in order (a dense layer has fewer)."""
+    """Every stage that a model may have, in order (a dense layer and a BF16 recipe have fewer)."""
     layers = [f"layers.{i}.{kind}" for i in range(num_layers) for kind in LAYER_STAGES]
     return ["embedding", *layers, "final_norm", "logits", "log_prob"]
 

@@ -29,7 +29,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--prompts", required=True, metavar="FILE", help="one a line: text, or JSON with prompt or ids"
     )
     common.add_sampling(command)
-    common.add_sampler(command)
+    # Small steps: prompts are cut into chunks beside decoding requests, and find the pages of earlier prompts.
+    common.add_sampler(command, chunk_size=32, max_batch_tokens=32)
     command.add_argument("--no-contrast", action="store_true", help="leave transformers out")
     command.add_argument("--full", action="store_true", help="print every layer's stages, not only those that differ")
     common.add_stages(command)

@@ -46,12 +46,15 @@ def add_sampling(command: argparse.ArgumentParser) -> None:
     group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1 means all (default)")
 
 
-def add_sampler(command: argparse.ArgumentParser) -> None:
+def add_sampler(command: argparse.ArgumentParser, chunk_size: int = 64, max_batch_tokens: int = 512) -> None:
     group = command.add_argument_group("sampler (none of these changes a bit of the result)")
     group.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens a page (default 16)")
     group.add_argument("--num-pages", type=int, metavar="N", help="pages in all; few pages make requests give way")
-    group.add_argument("--chunk-size", type=int, default=32, metavar="N", help="prefill tokens a step (default 32)")
-    group.add_argument("--max-batch-tokens", type=int, default=128, metavar="N", help="tokens a step (default 128)")
+    for name, default, what in (
+        ("--chunk-size", chunk_size, "tokens of one request in a step"),
+        ("--max-batch-tokens", max_batch_tokens, "tokens of all requests in a step"),
+    ):
+        group.add_argument(name, type=int, default=default, metavar="N", help=f"{what} (default {default})")
     group.add_argument("--max-sequences", type=int, default=64, metavar="N", help="requests at once (default 64)")
     group.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt from its start")
 

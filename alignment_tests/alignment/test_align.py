@@ -1,0 +1,85 @@
+"""align.py: the whole job on a tiny random model, and that it sees a learner that is not the sampler."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from alignment_tests.learner.tiny import tiny_model
+from minitransformer.alignment import align as module
+from minitransformer.alignment.align import align
+from minitransformer.alignment.compare import first_divergence
+from minitransformer.alignment.gap import Gap
+from minitransformer.sampler.sequence import SamplingParams
+
+SHARED = list(range(1, 20))
+PROMPTS = [SHARED + list(range(30, 30 + n)) for n in (1, 5, 30, 12, 7)]
+PARAMS = [SamplingParams(max_new_tokens=12, seed=i) for i in range(len(PROMPTS))]
+# Few pages and a small step, so that chunks, prefix-cache hits and preemptions all happen.
+CROWDED = dict(page_size=4, chunk_size=8, max_batch_tokens=16, max_sequences=3, num_pages=18)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+def test_sampler_and_learner_agree_under_chunks_hits_and_preemption(model):
+    parts = []
+    found = align(model, PROMPTS, PARAMS, CROWDED, on_step=parts.append)
+    assert found.equal and found.gap == Gap(60, 0, 0.0, 0.0, 0.0, 0.0)
+    assert sum(c.cached_tokens for c in found.completions) > 0 and sum(c.preemptions for c in found.completions) > 0
+    assert sum(r.rows for r in found.recomputed) > 0
+    assert found.contrast == "left out on request" and parts == ["sampler", "learner", "transformers"]
+    assert {r.stage for r in found.stages} >= {"embedding", "layers.1.down", "layers.2.combine", "log_prob"}
+
+
+def test_a_learner_with_one_other_bit_is_found_at_the_right_stage(model, monkeypatch):
+    class Other(module.Learner):
+        def score(self, *args, **kwargs):
+            weight = self.model.layers[1].post_norm.weight
+            with torch.no_grad():
+                weight.view(torch.int16)[7] ^= 1
+                try:
+                    return super().score(*args, **kwargs)
+                finally:
+                    weight.view(torch.int16)[7] ^= 1
+
+    monkeypatch.setattr(module, "Learner", Other)
+    found = align(model, PROMPTS[:2], PARAMS[:2])
+    worst = first_divergence(found.stages)
+    assert not found.equal and worst.stage == "layers.1.post_norm" and worst.first[2] == 7
+    assert found.gap.differing > 0
+
+
+def test_a_learner_that_leaves_a_stage_out_is_not_called_equal(model, monkeypatch):
+    class Silent(module.ComparingTrace):
+        def wants(self, stage):
+            return stage != "layers.2.swiglu"
+
+        def results(self):
+            self.wants = lambda stage: True
+            return super().results()
+
+    monkeypatch.setattr(module, "ComparingTrace", Silent)
+    found = align(model, PROMPTS[:2], PARAMS[:2])
+    assert not found.gap.differing and first_divergence(found.stages) is None
+    assert [r.stage for r in found.stages if not r.rows] == ["layers.2.swiglu"] and not found.equal
+
+
+def test_a_filter_of_stages(model):
+    found = align(model, PROMPTS[:1], PARAMS[:1], stages=["layers.0.*", "log_prob"])
+    assert found.equal and len(found.stages) == 17
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+def test_the_contrast_is_close_but_not_equal(model, tmp_path):
+    model.save_pretrained(tmp_path / "m")
+    found = align(model, PROMPTS[:2], PARAMS[:2], checkpoint=tmp_path / "m")
+    # Not a bit test: the same formula in another order of roundings, on random weights.
+    assert found.contrast.tokens == 24 and 0 < found.contrast.differing and found.contrast.mean < 0.2
+
+
+def test_a_contrast_that_cannot_run_says_why(model, tmp_path):
+    found = align(model, PROMPTS[:1], PARAMS[:1], checkpoint=tmp_path)
+    assert isinstance(found.contrast, str) and "transformers" in found.contrast and found.equal
