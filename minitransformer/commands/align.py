@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = common.read_prompt_ids(args, model)
     from minitransformer.alignment.align import align
 
-    with common.progress() as show:
+    with common.progress() as show, common.naming_prompts(args.prompts):
         found = align(
             model,
             prompts,

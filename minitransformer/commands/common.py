@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -86,6 +87,16 @@ def read_prompt_ids(args: argparse.Namespace, model: "Qwen3MoeForCausalLM") -> l
     from minitransformer.prompts import read_prompts
 
     return read_prompts(args.prompts, model.tokenizer, model.config.vocab_size)
+
+
+@contextmanager
+def naming_prompts(path: str) -> Iterator[None]:
+    """The sampler says prompts[0]; a user of the command line knows the file."""
+    try:
+        yield
+    except InputError as error:
+        found = re.fullmatch(r"prompts\[(\d+)\](.*)", str(error))
+        raise InputError(f"{path}: prompt {int(found[1]) + 1}{found[2]}") if found else error from None
 
 
 def check_stages(patterns: list[str] | None, num_layers: int) -> None:

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = common.read_prompt_ids(args, model)
     from minitransformer.sampler.sampler import Sampler
 
-    with common.progress() as show:
+    with common.progress() as show, common.naming_prompts(args.prompts):
         show("sampling", args.max_new_tokens * len(prompts))
         completions = Sampler(model, **common.sampler_options(args)).generate(
             prompts, common.sampling_params(args, len(prompts)), on_token=lambda token: show.advance()

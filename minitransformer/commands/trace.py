@@ -56,7 +56,9 @@ def _sample(args: argparse.Namespace, model: Any, trace: Any, show: Any) -> None
     params = common.sampling_params(args, len(prompts))
     show("sampling", args.max_new_tokens * len(prompts))
     sampler = Sampler(model, **common.sampler_options(args))
-    for c in sampler.generate(prompts, params, trace=trace, on_token=lambda token: show.advance()):
+    with common.naming_prompts(args.prompts):
+        completions = sampler.generate(prompts, params, trace=trace, on_token=lambda token: show.advance())
+    for c in completions:
         trace.requests[c.request_id] = {"prompt_ids": c.prompt_ids, "token_ids": c.token_ids}
 
 
