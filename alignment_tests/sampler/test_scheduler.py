@@ -53,6 +53,14 @@ def test_the_latest_gives_way_and_resumes_from_all_its_tokens() -> None:
     assert advance(scheduler) == [(1, 0, 5)]
 
 
+def test_the_earliest_takes_pages_from_the_latest() -> None:
+    scheduler = Scheduler(PagePool(4, 2), max_batch_tokens=64, chunk_size=64, max_sequences=8)
+    for n in range(2):
+        scheduler.add(sequence(n, 4))
+    assert advance(scheduler) == [(0, 0, 4), (1, 0, 4)]
+    assert advance(scheduler) == [(0, 4, 1)]
+
+
 def test_none_overtakes() -> None:
     """Request 1 needs more pages than are left; request 2 would fit, but waits its turn."""
     scheduler = Scheduler(PagePool(8, 4), max_batch_tokens=64, chunk_size=64, max_sequences=8)
