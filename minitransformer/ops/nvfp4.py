@@ -54,7 +54,7 @@ _SIXTH = np.float32(1) / np.float32(6)
 _ONE, _ZERO, _E4M3_MAX, _E4M3_NORMAL = np.float32(1), np.float32(0), np.float32(448), np.float32(2.0**-6)
 _TIE0, _TIE1, _TIE2, _TIE3, _TIE4, _TIE5, _TIE6 = (np.float32(t) for t in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5))
 _SHIFT14 = np.float32(2.0**14)
-_ABS, _EXPONENT = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)
+ABS, EXPONENT = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)
 
 
 def _e4m3_values() -> np.ndarray:
@@ -125,13 +125,13 @@ def expand_rows(outer: Tensor, lead: tuple[int, ...]) -> Tensor:
     return outer.reshape(-1).repeat_interleave(_groups(outer.shape, lead)).reshape(lead)
 
 
-def _value(x):
+def element(x):
     """A kernel's element as FP32; only its Numba overload exists."""
     raise NotImplementedError
 
 
-@overload(_value)
-def _value_of(x):
+@overload(element)
+def _element_of(x):
     if x == types.uint16:
         return lambda x: bf16_to_f32(x)
     return lambda x: x
@@ -166,7 +166,7 @@ def _amax_cpu(begin, end, x, out):
         top = np.uint32(0)
         # Integer order of magnitudes is their real order, with NaN above infinity: max needs no rounding, no NaN rule.
         for k in range(x.shape[1]):
-            top = max(top, np.uint32(bits_of_f32(_value(x[r, k])) & _ABS))
+            top = max(top, np.uint32(bits_of_f32(element(x[r, k])) & ABS))
         out[r] = f32_of_bits(top)
 
 
@@ -178,13 +178,13 @@ def _quantize_cpu(begin, end, x, s_enc, s_dec, amax, codes, scales, bad):
         for b in range(scales.shape[1]):
             block, top = x[r, b * BLOCK : (b + 1) * BLOCK], np.uint32(0)
             for i in range(BLOCK):
-                top = max(top, np.uint32(bits_of_f32(_value(block[i])) & _ABS))
-            bad[r] |= np.uint8(top >= _EXPONENT) | np.uint8(np.uint8(f32_of_bits(top) > amax[r]) << np.uint8(1))
+                top = max(top, np.uint32(bits_of_f32(element(block[i])) & ABS))
+            bad[r] |= np.uint8(top >= EXPONENT) | np.uint8(np.uint8(f32_of_bits(top) > amax[r]) << np.uint8(1))
             d = e4m3_bits(min(f32_of_bits(top) * per_block, FLT_MAX))
             scales[r, b] = d
             enc = min(_ONE / (E4M3[d] * s_dec[r]), FLT_MAX)
             for i in range(BLOCK):
-                y[i] = e2m1_code(_value(block[i]) * enc)
+                y[i] = e2m1_code(element(block[i]) * enc)
             for i in range(BLOCK // 2):
                 codes[r, b * (BLOCK // 2) + i] = y[2 * i] | np.uint8(y[2 * i + 1] << np.uint8(4))
 
@@ -215,7 +215,7 @@ def _decode_table() -> np.ndarray:
 _TABLE = _decode_table()
 
 
-def _rows(x: Tensor, op: str) -> np.ndarray:
+def flat_rows(x: Tensor, op: str) -> np.ndarray:
     """The input as a kernel reads it: uint16 (BF16 bits) or float32, [rows, K]."""
     cpu.on_cpu(op, x)  # the Triton kernel will branch in the callers
     if x.dtype not in (torch.bfloat16, torch.float32):
@@ -228,7 +228,7 @@ def _rows(x: Tensor, op: str) -> np.ndarray:
 
 def row_amax(x: Tensor) -> Tensor:
     """max |x| of each row: [..., N, K] BF16 or FP32 -> FP32 [..., N]; infinity or NaN where the row holds one."""
-    rows = _rows(x, "nvfp4.row_amax")
+    rows = flat_rows(x, "nvfp4.row_amax")
     out = np.empty(rows.shape[0], np.float32)
     cpu.parallel(_amax_cpu, rows.shape[0], rows, out, grain=16)
     return torch.from_numpy(out).reshape(x.shape[:-1])
@@ -266,19 +266,24 @@ def name_row(r: int, lead: tuple[int, ...]) -> str:
     return f"row {r}" if len(index) == 1 else f"row {index[-1]} (index {index})"
 
 
-def _refuse(bad: np.ndarray, rows: np.ndarray, amax: np.ndarray, lead: tuple[int, ...]) -> None:
-    if not bad.any():
-        return
-    r = int(np.flatnonzero(bad)[0])
-    where = name_row(r, lead)
-    values = rows[r] if rows.dtype == np.float32 else (rows[r].astype(np.uint32) << 16).view(np.float32)
-    if bad[r] & 1:
+def _values(row: np.ndarray) -> np.ndarray:
+    return row if row.dtype == np.float32 else (row.astype(np.uint32) << 16).view(np.float32)
+
+
+def refuse_non_finite(op: str, bad: np.ndarray, rows: np.ndarray, lead: tuple[int, ...]) -> None:
+    """InputError that names the first row whose flag has bit 0, and where it is not finite."""
+    for r in np.flatnonzero(bad & 1)[:1]:
+        values = _values(rows[r])
         k = int(np.flatnonzero(~np.isfinite(values))[0])
-        raise InputError(f"nvfp4.quantize: {where} holds {values[k]} at column {k}; only finite values have a code")
-    raise InputError(
-        f"nvfp4.quantize: {where} reaches {np.abs(values).max():g}, above the amax {amax[r]:g} given for it; "
-        "pass the amax of the values that are quantised"
-    )
+        raise InputError(f"{op}: {name_row(r, lead)} holds {values[k]} at column {k}; only finite values have a code")
+
+
+def _refuse_small_amax(bad: np.ndarray, rows: np.ndarray, amax: np.ndarray, lead: tuple[int, ...]) -> None:
+    for r in np.flatnonzero(bad)[:1]:
+        raise InputError(
+            f"nvfp4.quantize: {name_row(r, lead)} reaches {np.abs(_values(rows[r])).max():g}, but the amax given for it "
+            f"is {amax[r]:g}; pass the amax of the values that are quantised"
+        )
 
 
 def quantize(x: Tensor, outer: str | Tensor = "row") -> Nvfp4:
@@ -289,7 +294,7 @@ def quantize(x: Tensor, outer: str | Tensor = "row") -> Nvfp4:
     Raises InputError on non-finite values, an amax too small for its row or K not a multiple of 16, ValueError on
     shapes, TypeError on dtypes, UnsupportedDevice off the CPU.
     """
-    rows = _rows(x, "nvfp4.quantize")
+    rows = flat_rows(x, "nvfp4.quantize")
     lead, K = tuple(x.shape[:-1]), x.shape[-1]
     if K % BLOCK:
         raise InputError(f"nvfp4.quantize: K is {K}, not a multiple of {BLOCK}; a block scale covers {BLOCK} values")
@@ -300,7 +305,8 @@ def quantize(x: Tensor, outer: str | Tensor = "row") -> Nvfp4:
     scales, bad = np.empty((rows.shape[0], K // BLOCK), np.uint8), np.zeros(rows.shape[0], np.uint8)
     bad[~(amax_rows < np.inf)] = 2  # a NaN amax compares false with every value
     cpu.parallel(_quantize_cpu, rows.shape[0], rows, s_enc, s_dec, amax_rows, codes, scales, bad, grain=8)
-    _refuse(bad, rows, amax_rows, lead)
+    refuse_non_finite("nvfp4.quantize", bad, rows, lead)
+    _refuse_small_amax(bad, rows, amax_rows, lead)
     kept = np.array(outer_scales(cpu.f32(amax))[1], np.float32).reshape(amax.shape)
     return Nvfp4(_tensor(codes, lead), _tensor(scales, lead), torch.from_numpy(kept))
 
