@@ -102,6 +102,16 @@ def get(name: str) -> Recipe:
     raise InputError(f"recipe {name!r} is not known; {hint}")
 
 
+def read_overrides(texts: Iterable[str]) -> list[tuple[str, str]]:
+    """'PATTERN=RECIPE' arguments -> pairs. InputError on another form or an unknown recipe."""
+    pairs = [text.partition("=")[::2] for text in texts]
+    for text, (pattern, name) in zip(texts, pairs, strict=True):
+        if not pattern or not name:
+            raise InputError(f"{text!r} is not of the form PATTERN=RECIPE, such as 0=bf16")
+        get(name)
+    return pairs
+
+
 def describe(recipe: Recipe) -> str:
     """Forward, backward, coverage and layout, as text of a few lines."""
     forward = {

@@ -23,6 +23,19 @@ if TYPE_CHECKING:
 
 def add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument("--model", required=True, metavar="DIR", help="checkpoint in the Hugging Face layout")
+    command.add_argument(
+        "--recipe",
+        metavar="NAME",
+        help="number format of the experts, quantised while loading; `minitransformer recipes` lists them "
+        "(default: the checkpoint's own)",
+    )
+    command.add_argument(
+        "--layers",
+        nargs="+",
+        default=[],
+        metavar="PATTERN=RECIPE",
+        help="another recipe for some layers: a number or a pattern of 'layers.I.mlp', such as 0=bf16",
+    )
 
 
 def add_json(command: argparse.ArgumentParser, what: str) -> None:
@@ -76,11 +89,20 @@ def sampler_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_model(args: argparse.Namespace) -> "Qwen3MoeForCausalLM":
+    from minitransformer.recipe import get, read_overrides
+
+    base = None if args.recipe is None else get(args.recipe)  # a wrong name is refused before torch is loaded
+    overrides = read_overrides(args.layers)
+    if overrides and base is None:
+        raise InputError("--layers needs --recipe: the recipe of all other layers")
     from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
 
     with progress() as show:
         show("loading " + args.model)
-        return Qwen3MoeForCausalLM.from_pretrained(args.model)
+        model = Qwen3MoeForCausalLM.from_pretrained(args.model)
+        if base is not None:
+            model.set_recipe(base.with_overrides(overrides, model.config.num_layers))
+        return model
 
 
 def read_prompt_ids(args: argparse.Namespace, model: "Qwen3MoeForCausalLM") -> list[list[int]]:

@@ -14,17 +14,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from minitransformer.batch import Batch
+from minitransformer.errors import InputError
 from minitransformer.models.qwen3_moe import weights
 from minitransformer.models.qwen3_moe.config import Qwen3MoeConfig, inverse_frequencies
+from minitransformer.models.qwen3_moe.experts import Bf16Experts, QuantisedExperts, experts_of
 from minitransformer.ops import dispatch, kv_store
 from minitransformer.ops.attention import attention
 from minitransformer.ops.embedding import embedding
-from minitransformer.ops.grouped_linear import grouped_linear
 from minitransformer.ops.linear import linear
+from minitransformer.ops.nvfp4 import Nvfp4
 from minitransformer.ops.rms_norm import rms_norm, rms_norm_residual
 from minitransformer.ops.rope import rope, rope_table
 from minitransformer.ops.router import router
 from minitransformer.ops.swiglu import swiglu
+from minitransformer.recipe import Recipe, get
 
 Note = Callable[..., None]  # takes a stage's name and its tensor, and the plan where rows are in dispatch order
 
@@ -91,21 +94,24 @@ class SparseMlp(nn.Module):
         self.router = Weight(E, D)
         self.gate_up = Weight(E, 2 * F, D)  # gate rows first
         self.down = Weight(E, D, F)
+        self.experts = Bf16Experts()
+
+    def set_recipe(self, recipe: Recipe) -> None:
+        self.experts = experts_of(recipe)
+
+    def set_quantised(self, recipe: Recipe, gate_up: Nvfp4, down: Nvfp4) -> None:
+        """Experts of a checkpoint that holds them only quantised: no BF16 weights, and so no gradients of them."""
+        self.gate_up = self.down = None
+        self.experts = QuantisedExperts(recipe, {"gate_up": gate_up, "down": down})
 
     def forward(self, x_TD: Tensor, note: Note) -> Tensor:
+        """router -> experts (experts.py: gather -> gate_up -> swiglu -> down) -> combine"""
         logits_TE = linear(x_TD, self.router.weight)
         note("router_logits", logits_TE)
         weights_TK, expert_ids_TK = router(logits_TE, self.config.top_k, self.config.norm_topk_prob)
         note("expert_ids", expert_ids_TK), note("routing_weights", weights_TK)
         plan = dispatch.plan(expert_ids_TK, self.config.num_experts)
-        x_RD = dispatch.gather(x_TD, plan)
-        gate_up_R2F = grouped_linear(x_RD, self.gate_up.weight, plan)
-        note("gate_up", gate_up_R2F, plan)
-        h_RF = swiglu(gate_up_R2F)
-        note("swiglu", h_RF, plan)
-        y_RD = grouped_linear(h_RF, self.down.weight, plan, weights_TK)
-        note("down", y_RD, plan)
-        y_TD = dispatch.combine(y_RD, plan)
+        y_TD = self.experts(self, x_TD, plan, weights_TK, note)
         note("combine", y_TD)
         return y_TD
 
@@ -150,6 +156,7 @@ class Qwen3MoeForCausalLM(nn.Module):
         self.config = config
         self.tokenizer = None
         self.weights_version = 0
+        self.recipe = get("bf16")
         self.embed_tokens = Weight(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
         self.norm = Weight(config.hidden_size)
@@ -180,6 +187,16 @@ class Qwen3MoeForCausalLM(nn.Module):
         note("logits", logits_LV)
         return logits_LV
 
+    def set_recipe(self, recipe: Recipe | str) -> None:
+        """Chooses the experts' number format. Weights stay BF16 and are quantised when they are used."""
+        recipe = get(recipe) if isinstance(recipe, str) else recipe
+        for i, layer in enumerate(self.layers):
+            if isinstance(layer.mlp, SparseMlp):
+                if layer.mlp.gate_up is None:
+                    raise InputError(f"layer {i} exists only quantised, so its recipe cannot change: {recipe.name}")
+                layer.mlp.set_recipe(recipe.for_layer(i))
+        self.recipe = recipe
+
     @property
     def device(self) -> torch.device:
         return self.embed_tokens.weight.device
@@ -192,9 +209,15 @@ class Qwen3MoeForCausalLM(nn.Module):
         return ExecutionSpec.of(self)
 
     @classmethod
-    def from_pretrained(cls, directory: str | os.PathLike) -> "Qwen3MoeForCausalLM":
-        """Loads a Hugging Face checkpoint (safetensors only), complete or not at all; InputError says what is wrong."""
-        return weights.load(cls, directory)
+    def from_pretrained(cls, directory: str | os.PathLike, recipe: Recipe | str | None = None) -> "Qwen3MoeForCausalLM":
+        """Loads a Hugging Face checkpoint (safetensors only), complete or not at all; InputError says what is wrong.
+
+        recipe: number format of the experts (recipe.py), which beats the checkpoint's own; None keeps that.
+        """
+        model = weights.load(cls, directory)
+        if recipe is not None:
+            model.set_recipe(recipe)
+        return model
 
     def save_pretrained(self, directory: str | os.PathLike) -> None:
         """Writes a checkpoint that transformers loads, under a temporary name first."""

@@ -13,7 +13,7 @@ nearest BF16, ties to even; other types are refused.
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,8 +47,11 @@ CHECKPOINT_FILES = (
 )
 
 
-def read_config(directory: str | os.PathLike) -> tuple[Qwen3MoeConfig, Mapping[str, Any]]:
-    """The config of a checkpoint directory, and config.json as it stands. Raises InputError."""
+def read_config(directory: str | os.PathLike, quantised: bool = False) -> tuple[Qwen3MoeConfig, Mapping[str, Any]]:
+    """The config of a checkpoint directory, and config.json as it stands. Raises InputError.
+
+    quantised: config.json may have a quantization_config (nvfp4_layout.py reads it); else that is an error.
+    """
     directory = Path(directory)
     if not directory.is_dir():
         raise InputError(f"{directory}: no such directory; a checkpoint is a local directory with config.json in it")
@@ -59,8 +62,11 @@ def read_config(directory: str | os.PathLike) -> tuple[Qwen3MoeConfig, Mapping[s
     extra = read_json(generation) if generation.is_file() else {}
     if not isinstance(extra, Mapping):
         raise InputError(f"{generation}: expected an object with keys")
+    shape = hf
+    if quantised and isinstance(hf, Mapping):
+        shape = {key: value for key, value in hf.items() if key != "quantization_config"}
     try:
-        return Qwen3MoeConfig.from_hf(hf, extra), hf
+        return Qwen3MoeConfig.from_hf(shape, extra), hf
     except InputError as error:
         raise InputError(f"{directory}/{error}") from None
 
@@ -98,14 +104,16 @@ def read(directory: str | os.PathLike) -> tuple[Qwen3MoeConfig, Iterator[tuple[s
     Raises InputError.
     """
     checkpoint = _open(directory)
+    return checkpoint.config, stream(checkpoint)
 
-    def stream() -> Iterator[tuple[str, Tensor]]:
-        for name, shape in parameter_shapes(checkpoint.config).items():
-            tensor = torch.empty(shape, dtype=torch.bfloat16)
-            _fill(tensor, checkpoint.plan[name], checkpoint.files)
-            yield name, tensor
 
-    return checkpoint.config, stream()
+def stream(checkpoint: "Checkpoint") -> Iterator[tuple[str, Tensor]]:
+    """(parameter name, BF16 tensor) of an open checkpoint, one at a time. Raises InputError on non-finite values."""
+    shapes = parameter_shapes(checkpoint.config)
+    for name, parts in checkpoint.plan.items():
+        tensor = torch.empty(shapes[name], dtype=torch.bfloat16)
+        _fill(tensor, parts, checkpoint.files)
+        yield name, tensor
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -119,7 +127,7 @@ def _parameters(model: nn.Module) -> dict[str, Tensor]:
     return parameters
 
 
-class _Checkpoint(NamedTuple):
+class Checkpoint(NamedTuple):
     """An open checkpoint whose headers were proven to fit; plan: parameter name -> its pieces."""
 
     config: Qwen3MoeConfig
@@ -127,16 +135,28 @@ class _Checkpoint(NamedTuple):
     plan: dict[str, list[Piece]]
 
 
-def _open(directory: str | os.PathLike) -> _Checkpoint:
+def _open(directory: str | os.PathLike) -> Checkpoint:
     config, hf = read_config(directory)
-    files = TensorFiles(directory)
+    return open_tensors(config, hf, TensorFiles(directory))
+
+
+def open_tensors(
+    config: Qwen3MoeConfig, hf: Mapping[str, Any], files: TensorFiles, elsewhere: Collection[str] = ()
+) -> Checkpoint:
+    """The plan of every parameter but those `elsewhere`, once the headers are proven to hold exactly their tensors.
+
+    Raises InputError that names what is missing, superfluous or of another shape or type.
+    """
+    directory = files.directory
     fused = frozenset(
         i for i in range(config.num_layers) if f"model.layers.{i}.mlp.experts.gate_up_proj" in files.files
     )
-    shapes = parameter_shapes(config)
+    shapes = {name: shape for name, shape in parameter_shapes(config).items() if name not in elsewhere}
     plan: dict[str, list[Piece]] = {name: [] for name in shapes}
     expected: dict[str, tuple[int, ...]] = {}
     for piece in pieces(config, fused):
+        if piece.parameter in elsewhere:
+            continue
         plan[piece.parameter].append(piece)
         expected[piece.key] = piece_shape(shapes[piece.parameter], piece.index)
     if config.tie_word_embeddings and HEAD in files.files:
@@ -149,7 +169,7 @@ def _open(directory: str | os.PathLike) -> _Checkpoint:
             f"{directory}: config.json ties the embeddings, but {HEAD} and {EMBEDDING} differ; set "
             f"tie_word_embeddings to false or remove {HEAD}"
         )
-    return _Checkpoint(config, files, plan)
+    return Checkpoint(config, files, plan)
 
 
 def _compare(files: TensorFiles, expected: dict[str, tuple[int, ...]], config: Qwen3MoeConfig) -> None:
@@ -190,7 +210,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 @torch.no_grad()
-def _fill_all(parameters: dict[str, Tensor], checkpoint: _Checkpoint) -> None:
+def _fill_all(parameters: dict[str, Tensor], checkpoint: Checkpoint) -> None:
     for name, parts in checkpoint.plan.items():
         _fill(parameters[name], parts, checkpoint.files)
 

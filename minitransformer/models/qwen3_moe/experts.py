@@ -1,0 +1,105 @@
+"""The experts of a sparse layer in one number format: the leaf that a recipe swaps. model.py does not know which.
+
+Each is called as experts(mlp, x_TD, plan, weights_TK, note) -> y_TD and reads mlp.gate_up and mlp.down.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from minitransformer.ops import dispatch, mxfp8, nvfp4
+from minitransformer.ops.dispatch import Plan
+from minitransformer.ops.grouped_linear import grouped_linear
+from minitransformer.ops.nvfp4 import Nvfp4
+from minitransformer.ops.quantised_linear import quantised_linear
+from minitransformer.ops.swiglu import swiglu, swiglu_amax
+from minitransformer.recipe import Recipe
+
+
+class Bf16Experts:
+    """gather -> FC1 -> swiglu -> FC2, scaled by the routing weight -> combine."""
+
+    recipe_name = "bf16"
+
+    def __call__(self, mlp, x_TD: Tensor, plan: Plan, weights_TK: Tensor, note) -> Tensor:
+        x_RD = dispatch.gather(x_TD, plan)
+        gate_up_R2F = grouped_linear(x_RD, mlp.gate_up.weight, plan)
+        note("gate_up", gate_up_R2F, plan)
+        h_RF = swiglu(gate_up_R2F)
+        note("swiglu", h_RF, plan)
+        y_RD = grouped_linear(h_RF, mlp.down.weight, plan, weights_TK)
+        note("down", y_RD, plan)
+        return dispatch.combine(y_RD, plan)
+
+
+@dataclass
+class QuantisedExperts:
+    """gather -> quantise -> FC1 -> swiglu in FP32 -> quantise -> FC2 -> combine with the routing weights.
+
+    fixed: the quantised weights of a checkpoint that has no others ("gate_up", "down"); else mlp's BF16 weights are
+    quantised once after each change of them, not once a forward.
+    """
+
+    recipe: Recipe
+    fixed: dict[str, Nvfp4] = field(default_factory=dict)
+    _made: dict[str, tuple] = field(default_factory=dict, repr=False)
+
+    def __call__(self, mlp, x_TD: Tensor, plan: Plan, weights_TK: Tensor, note) -> Tensor:
+        x_RD, amax_R = dispatch.gather_amax(x_TD, plan)
+        gate_up_R2F = self._product(mlp, "gate_up", x_RD, amax_R, plan, torch.float32, note)
+        note("gate_up", gate_up_R2F, plan)
+        h_RF, amax_R = swiglu_amax(gate_up_R2F)
+        note("swiglu", h_RF, plan)
+        y_RD = self._product(mlp, "down", h_RF, amax_R, plan, torch.bfloat16, note)
+        note("down", y_RD, plan)
+        return dispatch.combine_weighted(y_RD, plan, weights_TK)
+
+    def _product(self, mlp, name: str, x_RK: Tensor, amax_R: Tensor, plan: Plan, out_dtype, note) -> Tensor:
+        layer = getattr(mlp, name)
+        operand = self._activation(x_RK, amax_R, plan, lambda stage, x: note(f"{name}_{stage}", x, plan))
+        weight = None if layer is None else layer.weight
+        return quantised_linear(
+            x_RK, weight, operand, self.weight_operand(name, weight), plan, out_dtype, self.recipe.backward
+        )
+
+    def _activation(self, x_RK: Tensor, amax_R: Tensor, plan: Plan, note) -> tuple[Tensor, Tensor | None]:
+        """The decoded operand and its outer scales."""
+        x_RK = x_RK.detach()
+        if self.recipe.activations == "bf16":
+            return x_RK, None
+        if self.recipe.activations == "mxfp8":
+            q = mxfp8.quantize(x_RK)
+            note("codes", q.codes), note("scales", q.scales)
+            return mxfp8.decode(q), None
+        if self.recipe.activation_scale == "tensor":  # one outer scale for whoever shares the batch: the fault on show
+            amax_R = amax_R.max().expand_as(amax_R).contiguous()
+        q = nvfp4.quantize(x_RK, amax_R)
+        note("codes", q.codes), note("scales", q.scales), note("outer", q.outer)
+        return nvfp4.decode(q), q.outer
+
+    def quantised(self, name: str, weight: Tensor | None) -> Nvfp4:
+        """The quantised weight: codes [E, N, K/2], block scales [E, N, K/16], outer scales [E, N] or fewer."""
+        if name in self.fixed:
+            return self.fixed[name]
+        if self.recipe.weight_scale == "row":
+            return nvfp4.quantize(weight.detach(), "row")
+        return nvfp4.quantize(weight.detach(), "expert")  # gate and up share one amax: they are one tensor here
+
+    def weight_operand(self, name: str, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(decoded BF16 [E, N, K], outer scales FP32 [E, N]), made once per content of the weight."""
+        # torch counts in-place writes; with the address that betrays every change but one through .data.
+        stamp = None if weight is None else (weight.data_ptr(), weight._version)
+        if name not in self._made or self._made[name][0] != stamp:
+            q = self.quantised(name, weight)
+            self._made[name] = stamp, nvfp4.decode(q), nvfp4.expand_rows(q.outer, q.shape[:-1]).contiguous()
+        return self._made[name][1:]
+
+    def forget(self) -> None:
+        """Drops the quantised copies; needed only after writing weights through .data, which nothing can see."""
+        self._made.clear()
+
+
+def experts_of(recipe: Recipe):
+    """The leaf for one layer's recipe (Recipe.for_layer)."""
+    return Bf16Experts() if recipe.weights == "bf16" else QuantisedExperts(recipe)

@@ -1,0 +1,118 @@
+"""Execution spec quantised_linear/1: each expert's rows times its weight, on operands decoded from 4 or 8 bits.
+
+The operands hold code * block scale, which BF16 holds exactly (nvfp4.py, mxfp8.py); the outer scales stay out of the
+product and come in the epilogue. Rows in dispatch order, expert e owns offsets[e] .. offsets[e + 1] (dispatch.py).
+
+    acc[r, n] = chain over k of x[r, k] * W[e(r), n, k]             decoded BF16 operands, FP32, from zero (mma.py)
+    y[r, n]   = fl(acc * fl(s_row[r] * s_w[e(r), n]))               s_row = 1 for BF16 and MXFP8 activations
+    out       = y in FP32 (gate_up), or bf16(y) (down)
+
+s_w is given a row of W: gate's and up's own outer scale, an expert's, or one a row; they are never merged.
+
+Backward, straight through every rounding of the forward, on the operands as they were before quantising:
+    bf16    dX, dW as grouped_linear without routing weights: dX = bf16(chain over n of dY * W),
+            dW = bf16(chain over the expert's rows of dY * x); an FP32 dY is rounded to BF16 first
+    mxfp8   the same chains on operands rounded to MXFP8 along the axis that the chain sums over (rows padded with
+            zeros to a multiple of 32)
+Refused: shapes that do not fit, a gradient for a weight that exists only quantised, devices without a kernel.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minitransformer.errors import InputError
+from minitransformer.ops import cpu, grouped_linear, mxfp8
+from minitransformer.ops.dispatch import Plan
+from minitransformer.ops.jit import jit
+from minitransformer.ops.linear import round_bf16
+from minitransformer.ops.mma import chain_bits, grouped_chain_bits
+
+SPEC = "quantised_linear/1"
+
+
+@jit
+def _scale_outer(begin, end, acc, row_scale, weight_scale, offsets):
+    expert = 0
+    for r in range(begin, end):
+        while offsets[expert + 1] <= r:
+            expert += 1
+        for n in range(acc.shape[1]):
+            acc[r, n] = acc[r, n] * (row_scale[r] * weight_scale[expert, n])  # fl of fl
+
+
+def forward(x_RK: Tensor, scale_R: Tensor | None, w_ENK: Tensor, scale_EN: Tensor, plan: Plan, out_dtype) -> Tensor:
+    """Decoded operands BF16 and their outer scales FP32 -> [R, N] FP32 or BF16."""
+    cpu.on_cpu("quantised_linear", x_RK, w_ENK)  # the Triton kernel will branch here
+    offsets = np.asarray(plan.offsets, np.int64)
+    acc = grouped_chain_bits(cpu.bf16_bits(x_RK), cpu.bf16_bits(w_ENK), False, offsets)
+    rows = np.ones(acc.shape[0], np.float32) if scale_R is None else cpu.f32(scale_R)
+    cpu.parallel(_scale_outer, acc.shape[0], acc, rows, cpu.f32(scale_EN), offsets, grain=16)
+    return torch.from_numpy(acc) if out_dtype == torch.float32 else round_bf16(acc)
+
+
+def _mxfp8(x: Tensor) -> np.ndarray:
+    """BF16 [..., K] rounded to MXFP8 along K, decoded, as bits; K is padded with zeros to a multiple of 32."""
+    x = torch.nn.functional.pad(x, (0, -x.shape[-1] % mxfp8.BLOCK))
+    return cpu.bf16_bits(mxfp8.decode(mxfp8.quantize(x.contiguous())))
+
+
+def _backward_mxfp8(dy_RN: Tensor, x_RK: Tensor, weight_ENK: Tensor, plan: Plan, need_dw: bool):
+    offsets = np.asarray(plan.offsets, np.int64)
+    dx = grouped_chain_bits(_mxfp8(dy_RN), _mxfp8(weight_ENK.transpose(1, 2)), False, offsets)
+    if not need_dw:
+        return round_bf16(dx), None
+    dw = torch.zeros_like(weight_ENK)
+    for e, (first, last) in enumerate(zip(plan.offsets, plan.offsets[1:], strict=False)):
+        if last > first:
+            dw[e] = round_bf16(chain_bits(_mxfp8(dy_RN[first:last].t()), _mxfp8(x_RK[first:last].t()), False))
+    return round_bf16(dx), dw
+
+
+def backward(dy_RN: Tensor, x_RK: Tensor, weight_ENK: Tensor, plan: Plan, backward_format: str, need_dw=True):
+    """dY [R, N] BF16 or FP32, x and W before quantising -> (dX [R, K] BF16, dW [E, N, K] BF16 or None)."""
+    dy = round_bf16(cpu.f32(dy_RN)) if dy_RN.dtype == torch.float32 else dy_RN
+    if backward_format == "mxfp8":
+        return _backward_mxfp8(dy, x_RK, weight_ENK, plan, need_dw)
+    return grouped_linear.backward(dy, x_RK, weight_ENK, plan, None, need_dw)[:2]
+
+
+class _QuantisedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_RK, weight_ENK, x_decoded, scale_R, w_decoded, scale_EN, plan, out_dtype, backward_format):
+        ctx.save_for_backward(x_RK, weight_ENK)
+        ctx.plan, ctx.backward_format = plan, backward_format
+        return forward(x_decoded, scale_R, w_decoded, scale_EN, plan, out_dtype)
+
+    @staticmethod
+    def backward(ctx, dy_RN):
+        x_RK, weight_ENK = ctx.saved_tensors
+        if weight_ENK is None:
+            raise InputError("these experts exist only quantised, without BF16 weights: train from a BF16 checkpoint")
+        dx, dw = backward(dy_RN, x_RK, weight_ENK, ctx.plan, ctx.backward_format, ctx.needs_input_grad[1])
+        return dx, dw, None, None, None, None, None, None, None
+
+
+def quantised_linear(
+    x_RK: Tensor,
+    weight_ENK: Tensor | None,
+    x_operand: tuple[Tensor, Tensor | None],
+    w_operand: tuple[Tensor, Tensor],
+    plan: Plan,
+    out_dtype: torch.dtype,
+    backward_format: str = "bf16",
+) -> Tensor:
+    """[R, N] of decoded operands, FP32 or BF16; x_RK and weight_ENK (None: no gradient) are what gradients see.
+
+    x_operand: decoded BF16 [R, K] and outer scales FP32 [R] or None; w_operand: decoded BF16 [E, N, K] and FP32 [E, N].
+    Raises ValueError on shapes that do not fit, TypeError on dtypes, UnsupportedDevice off the CPU.
+    """
+    rows, experts = plan.offsets[-1], len(plan.offsets) - 1
+    w_decoded, scale_EN = w_operand
+    fits = x_operand[0].shape == x_RK.shape == (rows, w_decoded.shape[2]) and w_decoded.shape[0] == experts
+    if not fits or scale_EN.shape != w_decoded.shape[:2]:
+        raise ValueError(
+            f"quantised_linear: x is {tuple(x_RK.shape)}, weight {tuple(w_decoded.shape)}, weight scales "
+            f"{tuple(scale_EN.shape)}; the plan has {rows} rows and {experts} experts"
+        )
+    return _QuantisedLinear.apply(x_RK, weight_ENK, *x_operand, *w_operand, plan, out_dtype, backward_format)
