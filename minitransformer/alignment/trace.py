@@ -17,10 +17,13 @@ from minitransformer.batch import Batch
 
 LAYER_STAGES = (
     "input_norm", "qkv", "q_norm", "k_norm", "q_rope", "k_rope", "attention", "o", "post_norm",
-    "router_logits", "expert_ids", "routing_weights", "gate_up_codes", "gate_up_scales", "gate_up_outer", "gate_up",
-    "swiglu", "down_codes", "down_scales", "down_outer", "down", "combine",
+    "router_logits", "expert_ids", "routing_weights", "gate_up", "swiglu", "down", "combine",
 )  # fmt: skip
 STAGES = ("embedding", *LAYER_STAGES, "final_norm", "logits", "log_prob")
+# What a quantising recipe adds in front of a product: its operand's codes and scales.
+QUANTISED = {kind: tuple(f"{kind}_{part}" for part in ("codes", "scales", "outer")) for kind in ("gate_up", "down")}
+_ALL_OF_LAYER = tuple(stage for kind in LAYER_STAGES for stage in (*QUANTISED.get(kind, ()), kind))
+_ORDER = ("embedding", *_ALL_OF_LAYER, "final_norm", "logits", "log_prob")
 
 Note = Callable[[str, Tensor], None]
 
@@ -40,7 +43,7 @@ def stage_kind(stage: str) -> tuple[str, int | None]:
 def stage_order(stage: str) -> tuple[int, int, int]:
     """Sort key: the order in which the model computes the stages; an unknown name comes last."""
     kind, layer = stage_kind(stage)
-    step = STAGES.index(kind) if kind in STAGES else len(STAGES)
+    step = _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
     if layer is not None:
         return (1, layer, step)
     return (0 if kind == "embedding" else 2, 0, step)
@@ -48,7 +51,7 @@ def stage_order(stage: str) -> tuple[int, int, int]:
 
 def stage_names(num_layers: int) -> list[str]:
     """Every stage that a model may have, in order (a dense layer and a BF16 recipe have fewer)."""
-    layers = [f"layers.{i}.{kind}" for i in range(num_layers) for kind in LAYER_STAGES]
+    layers = [f"layers.{i}.{kind}" for i in range(num_layers) for kind in _ALL_OF_LAYER]
     return ["embedding", *layers, "final_norm", "logits", "log_prob"]
 
 
