@@ -209,23 +209,22 @@ def progress() -> Iterator[_Silent]:
         yield _Silent()
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[count]}")
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bar:
 
         class Shown(_Silent):
+            task, total, done = None, None, 0
+
             def __call__(self, text: str, total: int | None = None) -> None:
-                bar.reset(task, description=text, total=total)
+                if self.task is not None:
+                    bar.remove_task(self.task)
+                self.total, self.done = total, 0
+                self.task = bar.add_task(text, total=total, count="")
 
             def advance(self) -> None:
-                bar.advance(task)
+                self.done += 1
+                bar.update(self.task, advance=1, count=f"{self.done}/{self.total}")
 
         yield Shown()
