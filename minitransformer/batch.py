@@ -5,7 +5,7 @@ key/value store is the batch itself, so attention has a single definition.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,6 +36,12 @@ class Batch:
     @property
     def num_sequences(self) -> int:
         return len(self.kv_lens)
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """The same batch with its tensors on a device; bounds and lengths stay on the host."""
+        names = ("ids_T", "positions_T", "key_rows_SL", "store_rows_T", "logit_rows_L")
+        moved = {name: value.to(device) for name in names if (value := getattr(self, name)) is not None}
+        return replace(self, **moved)
 
     @classmethod
     def packed(cls, sequences: Sequence[Sequence[int]], request_ids: Sequence[int] | None = None) -> "Batch":

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from minitransformer.batch import Batch
-from minitransformer.ops import cpu
+from minitransformer.ops import cpu, gpu
 from minitransformer.ops.jit import jit
 from minitransformer.ops.linear import round_bf16
 from minitransformer.ops.mma import (
@@ -150,7 +150,9 @@ def _blocks(batch: Batch, kv_heads: int, group: int) -> np.ndarray:
 
 def forward(q_TNH: Tensor, k_RGH: Tensor, v_RGH: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """-> (o [T, N, H] BF16, m [T, N] FP32, l [T, N] FP32)."""
-    cpu.on_cpu("attention", q_TNH, k_RGH, v_RGH)  # the Triton kernel will branch here
+    if q_TNH.is_cuda:
+        return gpu.attention.forward(q_TNH, k_RGH, v_RGH, batch)
+    cpu.on_cpu("attention", q_TNH, k_RGH, v_RGH)
     tokens, heads, width = q_TNH.shape
     out = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
     m, l = np.empty((tokens, heads), np.float32), np.empty((tokens, heads), np.float32)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitransformer.ops import cpu
+from minitransformer.ops import cpu, gpu
 from minitransformer.ops.dispatch import Plan
 from minitransformer.ops.jit import jit
 from minitransformer.ops.linear import round_bf16
@@ -59,7 +59,9 @@ def _offsets(plan: Plan) -> np.ndarray:
 
 
 def forward(x_RK: Tensor, weight_ENK: Tensor, plan: Plan, weights_TK: Tensor | None = None) -> Tensor:
-    cpu.on_cpu("grouped_linear", x_RK, weight_ENK)  # the Triton kernel will branch here
+    if x_RK.is_cuda:
+        return gpu.grouped_linear.forward(x_RK, weight_ENK, plan, weights_TK)
+    cpu.on_cpu("grouped_linear", x_RK, weight_ENK)
     acc = grouped_chain_bits(cpu.bf16_bits(x_RK), cpu.bf16_bits(weight_ENK), False, _offsets(plan))
     return _rounded(acc, _row_weights(weights_TK, plan))
 

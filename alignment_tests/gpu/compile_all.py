@@ -1,0 +1,115 @@
+"""Compiles every Triton kernel for sm_90a without a GPU: `python -m alignment_tests.gpu.compile_all [word ...]`.
+
+Prints registers, spills and shared memory of each. A case is a kernel with the types of its arguments, as a launch in
+minitransformer/ops/gpu would specialise it; the laws that its code must obey are in test_compiles.py.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from minitransformer.ops.gpu import attention, device, grouped_linear, linear
+
+HOPPER = GPUTarget("cuda", 90, 32)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel and what a launch fixes: run-time types in order (! means: perhaps no multiple of 16), constants."""
+
+    name: str
+    kernel: Any
+    types: tuple[str, ...]
+    constants: tuple
+    warps: int
+    stages: int
+
+    def compile(self, target: GPUTarget = HOPPER):
+        names = self.kernel.arg_names
+        signature = {name: "constexpr" for name in names} | {
+            name: kind.rstrip("!") for name, kind in zip(names, self.types, strict=False)
+        }
+        aligned = {
+            (i,): [["tt.divisibility", 16]]
+            for i, kind in enumerate(self.types)
+            if not kind.endswith("!") and not kind.startswith(("tensordesc", "fp32"))
+        }
+        constants = dict(zip(names[len(self.types) :], self.constants, strict=True))
+        source = ASTSource(self.kernel, signature, constants, aligned)
+        options = {"num_warps": self.warps, "num_stages": self.stages, **device.STRICT}
+        return triton.compile(source, target=target, options=options)
+
+
+def _linear() -> Iterator[Case]:
+    for tile in linear.CANDIDATES:
+        for out in ("*bf16", "*fp32"):
+            name, ints = f"linear {out} {tile}", ("i32!", "i32", "i32")
+            if tile.tma:
+                descs = tuple(f"tensordesc<bf16[{rows}, {tile.k}]>" for rows in (tile.m, tile.n))
+                constants, types = (tile.m, tile.n, tile.k, 132), (*descs, out, *ints)
+                yield Case(name, linear.linear_tma_kernel, types, constants, tile.warps, tile.stages)
+            else:
+                constants, types = (tile.m, tile.n, tile.k, tile.swap, True), ("*bf16", "*bf16", out, *ints)
+                yield Case(name, linear.linear_kernel, types, constants, tile.warps, tile.stages)
+    tile, types = linear.CANDIDATES[0], ("*bf16", "*bf16", "*bf16", "i32!", "i32!", "i32!")
+    yield Case("linear ragged", linear.linear_kernel, types, (tile.m, tile.n, tile.k, True, False), 4, 4)
+
+
+def _grouped_linear() -> Iterator[Case]:
+    types = ("*bf16", "*bf16", "*bf16", "*i64", "*fp32", "*i64", "i32!", "i32!", "i32", "i32")
+    for tile in grouped_linear.CANDIDATES:
+        for weighted in (False, True):
+            constants = (tile.m, tile.n, tile.k, tile.swap, True, 128, weighted, 4)
+            name = f"grouped_linear {'weighted ' if weighted else ''}{tile}"
+            yield Case(name, grouped_linear.grouped_kernel, types, constants, tile.warps, tile.stages)
+
+
+def _attention() -> Iterator[Case]:
+    pointers = ("*bf16", "*bf16", "*bf16", "*i64", "*i64", "*i32", "*bf16", "*fp32", "*fp32")
+    types = (*pointers, "fp32", "i32!", "i32", "i32!")
+    for schedule in attention.CANDIDATES:
+        shapes = [(8, 128, 128)]
+        if schedule in (attention.choose(1, 3), attention.choose(512, 3)):
+            shapes += [(3, 64, 64), (2, 48, 64)]
+        for group, head, width in shapes:
+            for contiguous in (False, True):
+                constants = (group, head, width, schedule.rows, attention.KEY_TILE, contiguous)
+                name = f"attention {'packed' if contiguous else 'paged'} {head} {schedule}"
+                yield Case(name, attention.attention_kernel, types, constants, schedule.warps, schedule.stages)
+
+
+def cases() -> list[Case]:
+    return [*_linear(), *_grouped_linear(), *_attention()]
+
+
+def resources(compiled) -> str:
+    """Registers, stack (spills) and shared memory, from the machine code."""
+    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
+    registers, stack = (int(re.search(rf"{key}:(\d+)", text).group(1)) for key in ("REG", "STACK"))
+    return f"{registers:4d} registers {stack:5d} B stack {compiled.metadata.shared:7d} B shared"
+
+
+def main(words: list[str]) -> None:
+    for case in cases():
+        if all(word in case.name for word in words):
+            begin = time.perf_counter()
+            compiled = case.compile()
+            print(f"{time.perf_counter() - begin:5.1f} s  {resources(compiled)}  {case.name}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,56 @@
+"""Every Triton kernel compiles for sm_90a on any machine, to the arithmetic that the specs name and no other."""
+
+import re
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed: nothing to compile")
+
+from alignment_tests.gpu.compile_all import Case, cases, resources
+from minitransformer.ops.gpu import attention
+
+# FP32 arithmetic in PTX that an operator may contain beside the tensor core's; an FMA only where tl.fma stands.
+PLAIN = {"mul.rn.f32", "add.rn.f32", "sub.rn.f32", "max.f32", "setp.num.f32", "setp.nan.f32"}
+ALLOWED = {
+    "linear": PLAIN,
+    "grouped_linear": PLAIN,
+    # div.rn is the IEEE divide at the end; ex2.approx.ftz is exp2_hw of rounding.py.
+    "attention": PLAIN | {"div.rn.f32", "ex2.approx.ftz.f32"},
+}
+CONVERSIONS = {"cvt.rn.bf16x2.f32", "cvt.rn.bf16.f32", "cvt.f32.bf16"}
+
+
+def float_operations(ptx: str) -> set[str]:
+    found = set(re.findall(r"^\s*(?:@%?\w+\s+)?([a-z0-9]+\.[a-z0-9_.]*\b(?:f32|bf16|bf16x2|f64))\b", ptx, re.M))
+    return {op for op in found if not op.startswith(("mov.", "ld.", "st.", "selp.", "shfl."))}
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name.replace(" ", "-"))
+def test_compiles_to_the_arithmetic_of_the_spec(case: Case):
+    compiled = case.compile()
+    ptx, layouts = compiled.asm["ptx"], compiled.asm["ttgir"]
+    ours = {op for op in float_operations(ptx) if not op.startswith(("mma.", "wgmma."))}
+    assert ours <= ALLOWED[case.name.split()[0]] | CONVERSIONS, f"unexpected arithmetic {ours}"
+    assert re.search(r"\b(wgmma\.mma_async|mma)\.sync\.aligned\.m\d+n\d+k16\S*\.f32\.bf16\.bf16", ptx), "no tensor core"
+    # Another kWidth would give a step of the chain other elements than 16 consecutive ones.
+    assert set(re.findall(r"kWidth = (\d+)", layouts)) <= {"2"}
+    if case.name.startswith("attention"):
+        # tl.sum is the quad sum only while a row belongs to one warp.
+        assert set(re.findall(r"warpsPerCTA = \[(\d+, \d+)\], instrShape", layouts)) == {f"{case.warps}, 1"}
+    if "swap=True" in case.name and "linear" in case.name:
+        assert "wgmma.mma_async" in ptx
+
+
+@pytest.mark.parametrize("longest", [1, 8, 512])
+def test_the_chosen_attention_schedules_do_not_spill(longest):
+    schedule = attention.choose(longest, 8)
+    for case in cases():
+        if case.name.startswith("attention") and case.name.endswith(f"128 {schedule}"):
+            assert " 0 B stack" in resources(case.compile()), case.name
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 16])
+@pytest.mark.parametrize("longest", [1, 2, 5, 9, 17, 300])
+def test_a_row_belongs_to_one_warp(longest, group):
+    schedule = attention.choose(longest, group)
+    assert schedule.warps * 16 <= schedule.rows and group <= schedule.rows

@@ -1,0 +1,106 @@
+"""grouped_linear/1 on Hopper: each expert's rows times that expert's weight (ops/grouped_linear.py has the spec)."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minitransformer.ops.dispatch import Plan
+from minitransformer.ops.gpu import device
+from minitransformer.ops.gpu.tiles import Tile, chain_tile, tile_of, to_bf16
+
+
+@triton.jit
+def _expert_of(tile, offsets_ptr, experts, TILE_M: tl.constexpr, PADDED: tl.constexpr):
+    """(expert, its first row of this tile, the expert's end) for the tile'th tile of rows; expert = experts: none."""
+    e = tl.arange(0, PADDED)
+    begin = tl.load(offsets_ptr + e, mask=e < experts, other=0)
+    end = tl.load(offsets_ptr + e + 1, mask=e < experts, other=0)
+    tiles = (end - begin + TILE_M - 1) // TILE_M
+    # Integers: the experts whose tiles all come before this one.
+    expert = tl.sum(((tl.cumsum(tiles, 0) <= tile) & (e < experts)).to(tl.int32), 0)
+    before = tl.sum(tl.where(e < expert, tiles, 0), 0)
+    mine = e == expert
+    return expert, tl.sum(tl.where(mine, begin, 0), 0) + (tile - before) * TILE_M, tl.sum(tl.where(mine, end, 0), 0)
+
+
+@triton.jit(do_not_specialize=["tiles_m", "experts"])
+def grouped_kernel(
+    x_ptr, w_ptr, y_ptr, offsets_ptr, weights_ptr, order_ptr, tiles_m, experts, N, K,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr,
+    PADDED: tl.constexpr, WEIGHTED: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """x [R, K], w [E, N, K] BF16 -> y [R, N]; tiles_m is a bound on the number of tiles of rows."""
+    i, j = tile_of(tl.program_id(0), tiles_m, tl.cdiv(N, TILE_N), GROUP)
+    expert, first, end = _expert_of(i, offsets_ptr, experts, TILE_M, PADDED)
+    if expert >= experts:
+        return
+    rows, cols = first + tl.arange(0, TILE_M), j * TILE_N + tl.arange(0, TILE_N)
+    # Rows and columns past the end read a valid one and are not stored.
+    x_rows, w_rows = tl.where(rows < end, rows, first).to(tl.int64), tl.where(cols < N, cols, 0)
+    w_rows = w_rows + expert.to(tl.int64) * N
+    acc = chain_tile(x_ptr, x_rows, w_ptr, w_rows, K, TILE_M, TILE_N, TILE_K, SWAP, EVEN)
+    if WEIGHTED:
+        scale = tl.load(weights_ptr + tl.load(order_ptr + x_rows))
+        acc = acc * (scale[None, :] if SWAP else scale[:, None])  # fl: the routing weight in FP32
+    if SWAP:
+        at, inside = x_rows[None, :] * N + cols[:, None], (rows[None, :] < end) & (cols[:, None] < N)
+    else:
+        at, inside = x_rows[:, None] * N + cols[None, :], (rows[:, None] < end) & (cols[None, :] < N)
+    tl.store(y_ptr + at, to_bf16(acc), mask=inside)
+
+
+CANDIDATES = (
+    Tile(16, 64, 128, 4, 4), Tile(16, 128, 64, 4, 5), Tile(16, 128, 128, 4, 4), Tile(16, 256, 64, 8, 4),
+    Tile(16, 64, 128, 4, 5, swap=True), Tile(16, 128, 64, 4, 5, swap=True), Tile(16, 128, 128, 4, 4, swap=True),
+    Tile(32, 128, 64, 4, 5), Tile(32, 128, 128, 4, 4, swap=True), Tile(32, 64, 128, 4, 4, swap=True),
+    Tile(64, 64, 128, 4, 4), Tile(64, 128, 64, 4, 4), Tile(64, 256, 64, 8, 4), Tile(64, 128, 64, 4, 4, swap=True),
+    Tile(128, 128, 64, 8, 4), Tile(128, 128, 64, 4, 4), Tile(128, 256, 64, 8, 3),
+)  # fmt: skip
+
+
+def fits(tile: Tile, rows: int, experts: int) -> bool:
+    """Whether a tile is worth a try where an expert has rows / experts rows on average."""
+    return tile.m <= max(16, 4 * rows // experts) and rows <= 64 * tile.m * experts
+
+
+def choose(rows: int, experts: int, N: int) -> Tile:
+    """The schedule for a shape; every choice gives the same bits."""
+    average = rows / experts
+    if average <= 24:
+        return Tile(16, 128, 128, 4, 4, swap=True)
+    if average <= 96:
+        return Tile(64, 128, 64, 4, 4)
+    return Tile(128, 128, 64, 8, 4)
+
+
+def _offsets(plan: Plan, home: torch.device) -> Tensor:
+    """The plan's bounds as int64 [E + 1] on the GPU, copied once a plan."""
+    kept = plan.__dict__.setdefault("_offsets_on", {})
+    if home not in kept:
+        kept[home] = torch.tensor(plan.offsets, dtype=torch.int64, device=home)
+    return kept[home]
+
+
+def forward(
+    x_RK: Tensor, weight_ENK: Tensor, plan: Plan, weights_TK: Tensor | None = None, tile: Tile | None = None
+) -> Tensor:
+    """x [R, K], W [E, N, K] BF16 and a plan on one Hopper GPU -> [R, N] BF16, scaled by routing weights if given."""
+    home = x_RK.device
+    x, w = device.take("grouped_linear", home, torch.bfloat16, x_RK, weight_ENK)
+    (order,) = device.take("grouped_linear", home, torch.int64, plan.order_R)
+    scale = x if weights_TK is None else device.take("grouped_linear", home, torch.float32, weights_TK)[0]
+    (R, K), (E, N, _) = x.shape, w.shape
+    y = torch.empty(R, N, dtype=torch.bfloat16, device=home)
+    if y.numel() == 0:
+        return y
+    tile = tile or choose(R, E, N)
+    # Every expert may end with a tile that is not full; the programs past the last tile return at once.
+    tiles_m = (R + min(E, R) * (tile.m - 1)) // tile.m
+    with torch.cuda.device(home):
+        grouped_kernel[(tiles_m * triton.cdiv(N, tile.n),)](
+            x, w, y, _offsets(plan, home), scale, order, tiles_m, E, N, K,
+            tile.m, tile.n, tile.k, tile.swap, K % tile.k == 0, triton.next_power_of_2(E), weights_TK is not None, 4,
+            num_warps=tile.warps, num_stages=tile.stages, **device.STRICT,
+        )  # fmt: skip
+    return y

@@ -1,0 +1,113 @@
+"""linear/1 on Hopper: y = x W^T by the tensor-core chain (ops/linear.py has the spec)."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from minitransformer.ops.gpu import device
+from minitransformer.ops.gpu.tiles import Tile, chain_tile, tile_of, to_bf16
+
+
+@triton.jit
+def _store(y_ptr, acc, rows, cols, M, N, SWAP: tl.constexpr):
+    """rows and cols of the tile within the matrix; BF16 rounds once, FP32 takes the accumulator as it is."""
+    if SWAP:
+        at, inside = rows[None, :].to(tl.int64) * N + cols[:, None], (rows[None, :] < M) & (cols[:, None] < N)
+    else:
+        at, inside = rows[:, None].to(tl.int64) * N + cols[None, :], (rows[:, None] < M) & (cols[None, :] < N)
+    if y_ptr.dtype.element_ty == tl.bfloat16:
+        tl.store(y_ptr + at, to_bf16(acc), mask=inside)
+    else:
+        tl.store(y_ptr + at, acc, mask=inside)
+
+
+@triton.jit(do_not_specialize=["M"])
+def linear_kernel(
+    x_ptr, w_ptr, y_ptr, M, N, K,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """One tile a program; x [M, K], w [N, K] BF16 -> y [M, N]."""
+    i, j = tile_of(tl.program_id(0), tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N), 8)
+    rows, cols = i * TILE_M + tl.arange(0, TILE_M), j * TILE_N + tl.arange(0, TILE_N)
+    # Rows past the end read row 0 and are not stored: no mask in the loop.
+    x_rows, w_rows = tl.where(rows < M, rows, 0).to(tl.int64), tl.where(cols < N, cols, 0).to(tl.int64)
+    acc = chain_tile(x_ptr, x_rows, w_ptr, w_rows, K, TILE_M, TILE_N, TILE_K, SWAP, EVEN)
+    _store(y_ptr, acc, rows, cols, M, N, SWAP)
+
+
+@triton.jit(do_not_specialize=["M"])
+def linear_tma_kernel(
+    x_desc, w_desc, y_ptr, M, N, K,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """A persistent grid of PROGRAMS; the copy engine fills what lies outside the matrices with zeros."""
+    tiles_m, tiles_n = tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
+        i, j = tile_of(tile, tiles_m, tiles_n, 8)
+        acc = tl.zeros((TILE_M, TILE_N), tl.float32)
+        for k0 in range(0, K, TILE_K):
+            x, w = x_desc.load([i * TILE_M, k0]), w_desc.load([j * TILE_N, k0])
+            acc = tl.dot(x, tl.trans(w), acc)
+        rows, cols = i * TILE_M + tl.arange(0, TILE_M), j * TILE_N + tl.arange(0, TILE_N)
+        _store(y_ptr, acc, rows, cols, M, N, False)
+
+
+# Few tokens: the weight streams through once, so many narrow tiles. Many: large tiles and the copy engine.
+CANDIDATES = (
+    Tile(16, 32, 256, 4, 4), Tile(16, 64, 128, 4, 5), Tile(16, 128, 128, 4, 4),
+    Tile(16, 64, 128, 4, 5, swap=True), Tile(16, 128, 128, 4, 4, swap=True), Tile(16, 64, 256, 4, 3, swap=True),
+    Tile(32, 64, 128, 4, 5, swap=True), Tile(32, 128, 128, 4, 4, swap=True), Tile(64, 64, 128, 4, 4, swap=True),
+    Tile(64, 32, 128, 4, 4), Tile(64, 64, 64, 4, 6), Tile(64, 128, 64, 4, 4), Tile(128, 64, 64, 4, 4),
+    Tile(128, 128, 64, 8, 4),
+    Tile(64, 128, 64, 4, 5, tma=True), Tile(64, 256, 64, 4, 4, tma=True), Tile(128, 128, 64, 4, 4, tma=True),
+    Tile(128, 128, 64, 8, 4, tma=True), Tile(128, 256, 64, 8, 3, tma=True), Tile(256, 128, 64, 8, 3, tma=True),
+)  # fmt: skip
+
+
+def fits(tile: Tile, M: int, K: int) -> bool:
+    """Whether a tile is worth a try for M rows (not mostly padding), and allowed (the copy engine's 16-byte rows)."""
+    if tile.tma and K % 8:
+        return False
+    return tile.m <= max(16, 2 * M) and M <= 64 * tile.m
+
+
+def choose(M: int, N: int, K: int, programs: int) -> Tile:
+    """The schedule for a shape; every choice gives the same bits."""
+    if M <= 64:
+        rows = 16 if M <= 16 else 32 if M <= 32 else 64
+        return Tile(rows, 64 if N < 128 * programs or rows == 64 else 128, 128, 4, 4, swap=True)
+    large = K % 8 == 0
+    for m, n in ((128, 256), (128, 128), (64, 128)):
+        if -(-M // m) * -(-N // n) >= programs:
+            return Tile(m, n, 64, 4 if m == 64 else 8, 3 if n == 256 else 4, tma=large)
+    return Tile(64, 64, 64, 4, 6)
+
+
+def forward(
+    x_TK: Tensor, weight_NK: Tensor, out_dtype: torch.dtype = torch.bfloat16, tile: Tile | None = None
+) -> Tensor:
+    """x [T, K], W [N, K] BF16 on one Hopper GPU -> [T, N] BF16 or FP32. tile: a schedule instead of the chosen one."""
+    home = x_TK.device
+    x, w = device.take("linear", home, torch.bfloat16, x_TK, weight_NK)
+    (M, K), N = x.shape, w.shape[0]
+    y = torch.empty(M, N, dtype=out_dtype, device=home)
+    if y.numel() == 0:
+        return y
+    programs = device.multiprocessors(home)
+    tile = tile or choose(M, N, K, programs)
+    count = triton.cdiv(M, tile.m) * triton.cdiv(N, tile.n)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, **device.STRICT}
+    with torch.cuda.device(home):
+        if tile.tma:
+            x_desc = TensorDescriptor.from_tensor(x, [tile.m, tile.k])
+            w_desc = TensorDescriptor.from_tensor(w, [tile.n, tile.k])
+            linear_tma_kernel[(min(programs, count),)](
+                x_desc, w_desc, y, M, N, K, tile.m, tile.n, tile.k, programs, **options
+            )
+        else:
+            linear_kernel[(count,)](
+                x, w, y, M, N, K, tile.m, tile.n, tile.k, tile.swap, K % tile.k == 0, **options
+            )
+    return y

@@ -1,0 +1,67 @@
+"""What the product kernels share: a tile of the chain (mma.py), the one rounding, the order of tiles.
+
+The tensor core is the chain of the spec for every tile shape, number of warps and stages, and with the two operands
+swapped, so all of those are free. K is never split: one program owns an output's whole chain.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Tile(NamedTuple):
+    """A schedule: rows x columns x depth of a tile, warps, stages of the load pipeline; moves no bit.
+
+    swap  the weight is the operand with 64 rows and the tokens the narrow one: wgmma for few tokens
+    tma   loads by the bulk copy engine, in a persistent grid
+    """
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    swap: bool = False
+    tma: bool = False
+
+
+@triton.jit
+def to_bf16(x):
+    """FP32 -> BF16, nearest even; a NaN becomes 0x7fc0, where the hardware's conversion would give 0x7fff."""
+    nan = tl.full(x.shape, 0x7FC0, tl.int16).to(tl.bfloat16, bitcast=True)
+    return tl.where(x == x, x.to(tl.bfloat16), nan)
+
+
+@triton.jit
+def tile_of(pid, tiles_m, tiles_n, GROUP: tl.constexpr):
+    """(tile row, tile column) of a program: GROUP tile rows at a time, so that both operands stay in the L2 cache."""
+    wide = GROUP * tiles_n
+    first = pid // wide * GROUP
+    rows = min(tiles_m - first, GROUP)
+    return first + pid % wide % rows, pid % wide // rows
+
+
+@triton.jit
+def chain_tile(
+    x_ptr, rows, w_ptr, cols, K,
+    M: tl.constexpr, N: tl.constexpr, DEPTH: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """FP32 [M, N], or [N, M] if SWAP: rows [M] of x times rows `cols` [N] of w, both [.., K], k ascending."""
+    k = tl.arange(0, DEPTH)
+    x_at = x_ptr + rows[:, None] * K + k[None, :]
+    w_at = w_ptr + cols[:, None] * K + k[None, :]
+    acc = tl.zeros((N, M) if SWAP else (M, N), tl.float32)
+    for k0 in range(0, K, DEPTH):
+        if EVEN:
+            x, w = tl.load(x_at), tl.load(w_at)
+        else:  # zero products at the end of K change no accumulator
+            x = tl.load(x_at, mask=k[None, :] < K - k0, other=0.0)
+            w = tl.load(w_at, mask=k[None, :] < K - k0, other=0.0)
+        if SWAP:
+            acc = tl.dot(w, tl.trans(x), acc)
+        else:
+            acc = tl.dot(x, tl.trans(w), acc)
+        x_at += DEPTH
+        w_at += DEPTH
+    return acc
