@@ -30,10 +30,8 @@ from minitransformer.ops.rounding import bits_of_f32, f32_of_bits, f32_to_bf16
 
 SPEC = "mxfp8/1"
 BLOCK = 32
-NAN_SCALE = 255
-# 2^-127 is subnormal in FP32; NumPy's FP32 products keep it.
-_POWERS = np.ldexp(np.float32(1), np.arange(-127, 129)).astype(np.float32)
-_POWERS[NAN_SCALE] = np.nan
+# 2^-127 is subnormal in FP32; the products keep it.
+_POWERS = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.float32(np.nan)).astype(np.float32)
 
 
 @dataclass(frozen=True, eq=False)

@@ -281,8 +281,8 @@ def refuse_non_finite(op: str, bad: np.ndarray, rows: np.ndarray, lead: tuple[in
 def _refuse_small_amax(bad: np.ndarray, rows: np.ndarray, amax: np.ndarray, lead: tuple[int, ...]) -> None:
     for r in np.flatnonzero(bad)[:1]:
         raise InputError(
-            f"nvfp4.quantize: {name_row(r, lead)} reaches {np.abs(_values(rows[r])).max():g}, but the amax given for it "
-            f"is {amax[r]:g}; pass the amax of the values that are quantised"
+            f"nvfp4.quantize: {name_row(r, lead)} reaches {np.abs(_values(rows[r])).max():g}, but its amax is given as "
+            f"{amax[r]:g}; pass the amax of the values that are quantised"
         )
 
 
