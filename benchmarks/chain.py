@@ -27,12 +27,13 @@ def definition(a, b, out):
             out[m, n] = mma.chain_scalar(a[m], b[n], np.uint32(0))
 
 
-def seconds(call, repeats: int) -> float:
-    call()
+def seconds(repeats: int, function, *args) -> float:
+    """Median of repeated calls, after one that warms up."""
+    function(*args)
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        call()
+        function(*args)
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 
@@ -54,10 +55,10 @@ def main() -> None:
         got = mma.chain_bits(a, b, False)
         if not (got[:4][:, some].view(np.uint32) == few).all():
             raise SystemExit(f"{m} x {k} x {n}: the bits differ from the definition; nothing is timed")
-        ours = seconds(lambda: mma.chain_bits(a, b, False), args.repeats)
-        theirs = seconds(lambda: torch.mm(x, w.t()), args.repeats)
+        ours = seconds(args.repeats, mma.chain_bits, a, b, False)
+        theirs = seconds(args.repeats, torch.mm, x, w.t())
         # The definition is timed on a part, in the same run, and scaled by its multiply-adds.
-        plain = seconds(lambda: definition(a[:4], b[some], few), args.repeats) * (m * n) / few.size
+        plain = seconds(args.repeats, definition, a[:4], b[some], few) * (m * n) / few.size
         print(f"{m:4} {k:5} {n:6}  {m * k * n / ours / 1e9:7.2f}  {plain / ours:12.1f}  {theirs / ours:12.2f}")
 
 
