@@ -3,11 +3,12 @@
 Nothing here knows a model. Pickle is never opened: it runs code. Every error of a file is an InputError of one line.
 """
 
+import copy
 import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from minitransformer.errors import InputError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
+_DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3"}
 
 
 def read_json(path: Path) -> Any:
@@ -78,6 +79,15 @@ class TensorFiles:
         except (SafetensorError, OSError) as error:
             raise InputError(f"{self.directory}/{self.files[name]}: {name} cannot be read ({error})") from None
 
+    def without(self, names: Collection[str]) -> "TensorFiles":
+        """The same open files, seen without these tensors."""
+        rest = copy.copy(self)
+        rest.files, rest.shapes, rest.dtypes = (
+            {name: value for name, value in seen.items() if name not in names}
+            for seen in (self.files, self.shapes, self.dtypes)
+        )
+        return rest
+
     def _index(self) -> dict[str, str] | None:
         """weight_map of the index, or None for a single file."""
         here = {path.name for path in self.directory.iterdir()}
@@ -117,7 +127,7 @@ class TensorFiles:
 
 
 def write_safetensors(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Write BF16 or FP32 tensors in the safetensors format, one after another without a second copy of the file.
+    """Write BF16, FP32, uint8 or E4M3 tensors in the safetensors format, without a second copy of the file in memory.
 
     The format: a little-endian uint64 length, that many bytes of JSON ({name: dtype, shape, data_offsets}), the data.
     """
@@ -137,25 +147,35 @@ def write_safetensors(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> None
         os.fsync(file.fileno())
 
 
-def write_sharded(directory: Path, tensors: Sequence[tuple[str, Tensor]], limit: int) -> None:
-    """Write model.safetensors, or shards of at most `limit` bytes (one tensor at least) and their index."""
-    shards: list[list[tuple[str, Tensor]]] = [[]]
-    size = 0
+def write_sharded(directory: Path, tensors: Iterable[tuple[str, Tensor]], limit: int) -> None:
+    """Write model.safetensors, or shards of at most `limit` bytes (one tensor at least) and their index.
+
+    tensors may be a generator: one shard of it is held at a time.
+    """
+    shards: list[list[str]] = []
+    held: list[tuple[str, Tensor]] = []
+    total = 0
+
+    def flush() -> None:
+        shards.append([name for name, _ in held])
+        write_safetensors(directory / f"{len(shards)}.part", held)
+        held.clear()
+
     for name, tensor in tensors:
-        if shards[-1] and size + tensor.nbytes > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append((name, tensor))
-        size += tensor.nbytes
+        if held and sum(t.nbytes for _, t in held) + tensor.nbytes > limit:
+            flush()
+        held.append((name, tensor))
+        total += tensor.nbytes
+    flush()
+    # A shard's name says how many there are, which only the end of the stream shows.
     if len(shards) == 1:
-        write_safetensors(directory / SINGLE, tensors)
+        (directory / "1.part").rename(directory / SINGLE)
         return
     places = {}
-    for i, shard in enumerate(shards, 1):
+    for i, names in enumerate(shards, 1):
         file = f"model-{i:05}-of-{len(shards):05}.safetensors"
-        write_safetensors(directory / file, shard)
-        places |= {name: file for name, _ in shard}
-    total = sum(tensor.nbytes for _, tensor in tensors)
+        (directory / f"{i}.part").rename(directory / file)
+        places |= {name: file for name in names}
     write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
 
 

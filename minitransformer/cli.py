@@ -9,10 +9,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from minitransformer.commands import align, compare, generate, score, trace
+from minitransformer.commands import align, compare, describe, generate, quantize, recipes, score, trace
 from minitransformer.errors import InputError
 
-COMMANDS = (align, generate, score, trace, compare)
+COMMANDS = (align, generate, score, trace, compare, quantize, recipes, describe)
 DIFFERS, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 

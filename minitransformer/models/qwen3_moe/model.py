@@ -8,6 +8,7 @@ The learner calls model(batch), the sampler model(batch, cache). State is passed
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +98,10 @@ class SparseMlp(nn.Module):
         self.experts = Bf16Experts()
 
     def set_recipe(self, recipe: Recipe) -> None:
-        self.experts = experts_of(recipe)
+        if self.gate_up is None:
+            self.experts = QuantisedExperts(recipe, self.experts.fixed)
+        else:
+            self.experts = experts_of(recipe)
 
     def set_quantised(self, recipe: Recipe, gate_up: Nvfp4, down: Nvfp4) -> None:
         """Experts of a checkpoint that holds them only quantised: no BF16 weights, and so no gradients of them."""
@@ -188,13 +192,21 @@ class Qwen3MoeForCausalLM(nn.Module):
         return logits_LV
 
     def set_recipe(self, recipe: Recipe | str) -> None:
-        """Chooses the experts' number format. Weights stay BF16 and are quantised when they are used."""
+        """Chooses the experts' number format. BF16 weights stay and are quantised when they are used.
+
+        Layers that exist only in NVFP4 keep their codes and scales and take the recipe's activations; the layers that
+        such a checkpoint leaves in BF16 stay so unless the recipe names them.
+        """
         recipe = get(recipe) if isinstance(recipe, str) else recipe
-        for i, layer in enumerate(self.layers):
-            if isinstance(layer.mlp, SparseMlp):
-                if layer.mlp.gate_up is None:
-                    raise InputError(f"layer {i} exists only quantised, so its recipe cannot change: {recipe.name}")
-                layer.mlp.set_recipe(recipe.for_layer(i))
+        sparse = {i: layer.mlp for i, layer in enumerate(self.layers) if isinstance(layer.mlp, SparseMlp)}
+        own = self.recipe.overrides
+        if any(mlp.gate_up is None for mlp in sparse.values()) and recipe.overrides[: len(own)] != own:
+            recipe = replace(recipe, overrides=own + recipe.overrides)
+        for i, mlp in sparse.items():
+            if mlp.gate_up is None and recipe.for_layer(i).weight_scale != "expert":
+                raise InputError(f"layer {i} exists only in NVFP4; {recipe.for_layer(i).name} needs its BF16 weights")
+        for i, mlp in sparse.items():
+            mlp.set_recipe(recipe.for_layer(i))
         self.recipe = recipe
 
     @property

@@ -73,6 +73,10 @@ def read_config(directory: str | os.PathLike, quantised: bool = False) -> tuple[
 
 def load(model_class: type[nn.Module], directory: str | os.PathLike) -> nn.Module:
     """model_class(config) with the checkpoint's weights and tokenizer. Raises InputError, then there is no model."""
+    from minitransformer.models.qwen3_moe import weights_nvfp4  # which builds on this file
+
+    if weights_nvfp4.is_quantised(directory):
+        return weights_nvfp4.load(model_class, directory)
     checkpoint = _open(directory)
     tokenizer = load_tokenizer(directory, checkpoint.config.vocab_size)
     model = model_class(checkpoint.config)
@@ -84,8 +88,7 @@ def load(model_class: type[nn.Module], directory: str | os.PathLike) -> nn.Modul
 def load_into(model: nn.Module, directory: str | os.PathLike) -> None:
     """Overwrite every parameter of a model in place (same storage, any device) with a checkpoint of the same config.
 
-    Raises InputError; before the first write for whatever the headers show. A non-finite value found while reading
-    leaves the model partly overwritten.
+    InputError: before the first write for what the headers show; a non-finite value leaves it partly overwritten.
     """
     checkpoint = _open(directory)
     for field in fields(checkpoint.config):
@@ -100,8 +103,7 @@ def load_into(model: nn.Module, directory: str | os.PathLike) -> None:
 def read(directory: str | os.PathLike) -> tuple[Qwen3MoeConfig, Iterator[tuple[str, Tensor]]]:
     """The config, and an iterator over (parameter name, BF16 tensor) that holds one parameter at a time.
 
-    Names, shapes and types of the whole checkpoint are checked before this returns; values while iterating.
-    Raises InputError.
+    InputError: names, shapes and types of the whole checkpoint before this returns; values while iterating.
     """
     checkpoint = _open(directory)
     return checkpoint.config, stream(checkpoint)
@@ -122,6 +124,8 @@ def _parameters(model: nn.Module) -> dict[str, Tensor]:
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     found = {name: tuple(p.shape) for name, p in parameters.items() if p.dtype == torch.bfloat16}
     if found != shapes:
+        if any(getattr(getattr(layer, "mlp", None), "gate_up", 0) is None for layer in getattr(model, "layers", ())):
+            raise InputError("the experts exist only in NVFP4; their BF16 weights can't be read, written or trained")
         wrong = {n for n in shapes.keys() | parameters.keys() if shapes.get(n) != found.get(n)}
         raise InputError(f"the model's BF16 parameters are not those of its config; look at {first_few(wrong)}")
     return parameters
@@ -143,10 +147,7 @@ def _open(directory: str | os.PathLike) -> Checkpoint:
 def open_tensors(
     config: Qwen3MoeConfig, hf: Mapping[str, Any], files: TensorFiles, elsewhere: Collection[str] = ()
 ) -> Checkpoint:
-    """The plan of every parameter but those `elsewhere`, once the headers are proven to hold exactly their tensors.
-
-    Raises InputError that names what is missing, superfluous or of another shape or type.
-    """
+    """The plan of all parameters but those `elsewhere`; InputError unless the headers hold exactly their tensors."""
     directory = files.directory
     fused = frozenset(
         i for i in range(config.num_layers) if f"model.layers.{i}.mlp.experts.gate_up_proj" in files.files
@@ -221,8 +222,7 @@ def _fill(parameter: Tensor, parts: list[Piece], files: TensorFiles) -> None:
     for piece in parts:
         stored = files[piece.key]
         value = stored.to(torch.bfloat16)  # FP32: rounded here, once, to nearest even
-        where = f"{files.directory}/{files.files[piece.key]}: {piece.key}"
-        _refuse_non_finite(where, stored, value)
+        _refuse_non_finite(f"{files.directory}/{files.files[piece.key]}: {piece.key}", stored, value)
         parameter[piece.index].copy_(value)
         covered += value.numel()
     # The pieces of a parameter are ascending and disjoint by construction, so the count proves that none is left out.
@@ -245,7 +245,7 @@ def save(model: nn.Module, directory: str | os.PathLike, max_shard_bytes: int = 
     """Write model.config, parameters and tokenizer as transformers does: per-expert keys, BF16.
 
     An existing checkpoint is replaced as a whole; a directory that holds anything else is refused with InputError, as
-    are non-finite weights. On any error nothing is left behind and nothing was changed.
+    are non-finite weights and experts that exist only in NVFP4. On any error nothing is left behind or changed.
     """
     parameters = _parameters(model)
     tensors = [(p.key, parameters[p.parameter][p.index]) for p in pieces(model.config)]
