@@ -119,10 +119,11 @@ def scattered_in_bf16(dx_TD, ids_T, weight_shape):
     return out
 
 
-def float_mass(ordered, logits, t, m, top_p):
-    """top-p by a running FP32 sum of the truncated softmax, one token too many when it is reached exactly."""
-    p = np.exp((logits[ordered] / t - m).astype(np.float32))
-    return int(np.searchsorted(np.cumsum(p / p.sum()), np.float32(top_p), side="right")) + 1
+def float_mass(keys, last, logits, t, m, top_p):
+    """top-p by a running FP32 sum, and one token too many when it is reached exactly."""
+    order = keys.argsort()
+    p = np.exp((logits[order] / t - m).astype(np.float32))
+    return keys[order[np.searchsorted(np.cumsum(p / p.sum()), np.float32(top_p), side="right")]]
 
 
 def _rms_bits() -> None:
@@ -176,6 +177,6 @@ MUTATIONS = [
        logits_rounded, test_logprob.test_is_close_to_fp64_over_a_real_vocabulary),
     _m("embedding gradient scattered in BF16", "differentiates (embedding)", embedding, "backward",
        scattered_in_bf16, test_embedding.test_differentiates),
-    _m("top-p by a float sum", "truncation keeps exactly the set", sample, "_kept_by_mass",
+    _m("top-p by a float sum", "truncation keeps exactly the set", sample, "_last_by_mass",
        float_mass, test_sample.test_truncation_reaches_every_kept_token),
 ]  # fmt: skip

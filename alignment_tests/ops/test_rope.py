@@ -12,7 +12,7 @@ from alignment_tests import inputs, plain
 from alignment_tests.bits import assert_bits_equal
 from alignment_tests.gradients import assert_gradient, finite_differences
 from minitransformer.errors import InputError
-from minitransformer.ops.rope import rope, rope_frequencies, rope_table, table_hash
+from minitransformer.ops.rope import rope, rope_frequencies, rope_table
 
 THETA = 1e6
 
@@ -55,7 +55,6 @@ def test_given_frequencies_and_magnitude_are_used():
     table = rope_table(8, THETA, 16, frequencies, 1.25)
     want = 1.25 * np.concatenate([np.cos(7 * frequencies), np.sin(7 * frequencies)])
     assert np.abs(table[7].double().numpy() - want).max() < 1e-7
-    assert table_hash(table) != table_hash(rope_table(8, THETA, 16))
 
 
 def test_bf16_frequencies_would_be_wrong():

@@ -14,7 +14,7 @@ from alignment_tests import inputs, plain
 from minitransformer.errors import InputError
 from minitransformer.ops import rounding
 from minitransformer.ops.logprob import logprob
-from minitransformer.ops.sample import draw_keys, sample, uniform
+from minitransformer.ops.sample import _last_kept, _order_keys, draw_keys, sample, uniform
 
 F32 = np.float32
 
@@ -141,6 +141,17 @@ def test_truncation_keeps_exactly_the_specs_set(V, top_k, top_p, coarse, seed):
         assert got in kept and got == sample(alone, seed, position, 0.9)
 
 
+@pytest.mark.parametrize(("top_k", "top_p", "scale"), [(0, 0.9, 1.0), (0, 0.9, 6.0), (3000, 0.5, 1.0), (0, 0.999, 0.1)])
+def test_long_prefixes_keep_the_specs_set(top_k, top_p, scale):
+    """Prefixes of a few tokens, of thousands, and of nearly all."""
+    logits = inputs.normal(6, 12_000, scale=scale)
+    t, m = F32(0.9), F32(logits.max()) / F32(0.9)
+    keys = np.empty(logits.numel(), np.uint64)
+    _order_keys(logits.numpy(), keys)
+    got = np.flatnonzero(keys <= _last_kept(keys, logits.numpy(), t, m, top_k, top_p))
+    assert set(got.tolist()) == kept_set(logits, 0.9, top_k, top_p)
+
+
 def test_truncation_reaches_every_kept_token():
     logits = torch.tensor([0.0, 0.1, 0.0, 0.2, 0.0, -5.0])
     seen = {sample(logits, 0, p, top_k=4) for p in range(300)}
@@ -177,6 +188,11 @@ def test_logits_without_a_distribution_are_refused(value, temperature):
 def test_options_outside_their_range_are_refused(options, name):
     with pytest.raises(InputError, match=name):
         sample(torch.zeros(4), 0, 0, **options)
+
+
+def test_logits_that_overflow_at_the_temperature_are_refused():
+    with pytest.raises(InputError, match="overflow"):
+        sample(torch.tensor([1.0, 5.0]), 0, 0, 1e-38, top_p=0.5)
 
 
 def test_shapes_and_dtypes_are_refused():

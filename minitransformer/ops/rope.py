@@ -16,7 +16,6 @@ Refused: a position outside the table, an odd head size, shapes, dtypes, devices
 """
 
 import decimal
-import hashlib
 import math
 
 import numpy as np
@@ -88,11 +87,6 @@ def rope_table(
     table = torch.empty(positions, head_dim)
     cpu.parallel(_table_cpu, positions, frequencies, float(magnitude), table.numpy(), grain=64)
     return table
-
-
-def table_hash(table_PH: Tensor) -> str:
-    """sha256 of the table's little-endian FP32 bits, for the fingerprint."""
-    return hashlib.sha256(cpu.f32(table_PH).astype("<f4").tobytes()).hexdigest()
 
 
 @jit

@@ -17,7 +17,7 @@ mix is SplitMix64's finaliser (Steele, Lea and Flood 2014, in Stafford's variant
 The noise is keyed by (seed, position of the drawn token, token id) alone: never by batch slot, rank or draw count.
 The log-prob of the drawn token (logprob.py) is that of the full softmax at the request's temperature, not of `kept`.
 No gradient. Refused: temperature < 0, top_k < 0, top_p outside (0, 1], a row with a NaN or +infinity or without any
-finite logit, shapes, dtypes, devices without a kernel. seed counts modulo 2^64.
+finite logit, a largest logit that the temperature makes overflow, shapes, dtypes, devices without a kernel. seed counts modulo 2^64.
 """
 
 import math
@@ -38,6 +38,7 @@ _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _27, _30, _31, _12 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(12)
 _MASS = np.float32(2**40)
 _SIGN = np.uint32(0x80000000)
+_48, _ID = np.uint64(48), np.uint64(0xFFFFFFFF)  # of a key: shift to its bucket, mask of its token id
 
 
 @jit
@@ -91,27 +92,31 @@ def _order_keys(logits, out):
 
 
 @jit
-def _kept_by_mass(ordered, logits, t, m, top_p):
-    """How many of the ordered ids make the shortest prefix whose mass reaches top_p of the whole."""
-    mass = np.empty(ordered.size, np.int64)
-    total = np.int64(0)
-    for i in range(ordered.size):
-        mass[i] = np.int64(exp2_32((logits[ordered[i]] / t - m) * LOG2E) * _MASS)
-        total += mass[i]
-    need, reached = top_p * np.float64(total), np.int64(0)
-    for i in range(ordered.size):
-        reached += mass[i]
+def _last_by_mass(keys, last, logits, t, m, top_p):
+    """The key at which the prefix of the ids with key <= last reaches top_p of their mass."""
+    mass, bucket_mass, total = np.zeros(keys.size, np.int64), np.zeros(1 << 16, np.int64), np.int64(0)
+    for v in range(keys.size):
+        if keys[v] <= last:
+            mass[v] = np.int64(exp2_32((logits[v] / t - m) * LOG2E) * _MASS)
+            bucket_mass[np.int64(keys[v] >> _48)] += mass[v]
+            total += mass[v]
+    # Buckets (the upper 16 bits of a key) follow one another, so only the one that reaches has to be sorted.
+    need, reached, bucket = top_p * np.float64(total), np.int64(0), 0
+    while np.float64(reached + bucket_mass[bucket]) < need:
+        reached += bucket_mass[bucket]
+        bucket += 1
+    here = np.sort(keys[(keys >> _48) == np.uint64(bucket)])
+    for i in range(here.size):
+        reached += mass[np.int64(here[i] & _ID)]
         if np.float64(reached) >= need:
-            return i + 1
-    return ordered.size
+            return here[i]
+    return last
 
 
-def _kept(logits: np.ndarray, t: np.float32, m: np.float32, top_k: int, top_p: float) -> np.ndarray:
-    keys = np.empty(logits.size, np.uint64)
-    _order_keys(logits, keys)
-    keys.sort()  # no two keys are equal, so any sort gives this order
-    ordered = (keys & np.uint64(0xFFFFFFFF)).astype(np.int64)[: top_k or None]
-    return ordered[: _kept_by_mass(ordered, logits, t, m, top_p)] if top_p < 1 else ordered
+def _last_kept(keys: np.ndarray, logits: np.ndarray, t: np.float32, m: np.float32, top_k: int, top_p: float):
+    """The largest key that top_k and top_p keep; an id is kept if its key is not above it."""
+    last = np.partition(keys, top_k - 1)[top_k - 1] if 0 < top_k < keys.size else keys.max()
+    return last if top_p == 1 else _last_by_mass(keys, last, logits, t, m, float(top_p))
 
 
 def sample(
@@ -133,12 +138,15 @@ def sample(
     if temperature == 0:
         return int(_argmax(logits))
     t, scores = np.float32(temperature), np.empty(logits.size, np.float64)
+    with np.errstate(over="ignore"):
+        m = np.float32(top) / t
+    if not np.isfinite(m):
+        raise InputError(f"sample: the logits for position {position} overflow at temperature {temperature}; raise it")
     _scores(logits, t, np.uint64(seed % 2**64), np.uint64(position), scores)
     if top_k or top_p < 1:
-        kept = _kept(logits, t, np.float32(top) / t, top_k, top_p)
-        outside = np.ones(logits.size, np.bool_)
-        outside[kept] = False
-        scores[outside] = -np.inf
+        keys = np.empty(logits.size, np.uint64)
+        _order_keys(logits, keys)
+        scores[keys > _last_kept(keys, logits, t, m, top_k, top_p)] = -np.inf
     return int(_argmax(scores))
 
 
