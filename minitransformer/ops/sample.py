@@ -17,7 +17,8 @@ mix is SplitMix64's finaliser (Steele, Lea and Flood 2014, in Stafford's variant
 The noise is keyed by (seed, position of the drawn token, token id) alone: never by batch slot, rank or draw count.
 The log-prob of the drawn token (logprob.py) is that of the full softmax at the request's temperature, not of `kept`.
 No gradient. Refused: temperature < 0, top_k < 0, top_p outside (0, 1], a row with a NaN or +infinity or without any
-finite logit, a largest logit that the temperature makes overflow, shapes, dtypes, devices without a kernel. seed counts modulo 2^64.
+finite logit, a largest logit that the temperature makes overflow, shapes, dtypes, devices without a kernel.
+seed counts modulo 2^64.
 """
 
 import math
