@@ -98,8 +98,8 @@ def _header(args: argparse.Namespace, model: Any, found: "Alignment") -> list[st
         f"learner  one packed pass over {fed} tokens; {found.seconds['learner']:.1f} s",
     ]
     for completion in completions[:SHOWN_COMPLETIONS]:
-        prompt, text = (common.one_line(ids, model, 40) for ids in (completion.prompt_ids[-12:], completion.token_ids))
-        lines.append(f"  r{completion.request_id}  ...{prompt} -> {text}")
+        prompt = common.one_line(completion.prompt_ids, model, 44, end=True)
+        lines.append(f"  r{completion.request_id}  {prompt} -> {common.one_line(completion.token_ids, model, 44)}")
     return lines
 
 

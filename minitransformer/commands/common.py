@@ -179,10 +179,12 @@ def completion_dict(completion: "Completion") -> dict[str, Any]:
     return asdict(completion)
 
 
-def one_line(ids: list[int], model: "Qwen3MoeForCausalLM", width: int = 60) -> str:
-    """Tokens as one line of text in quotes (or as ids), cut in front or behind to about `width` characters."""
+def one_line(ids: list[int], model: "Qwen3MoeForCausalLM", width: int = 60, end: bool = False) -> str:
+    """Tokens as one line of text in quotes (or as ids); if it is longer than `width`, its beginning or its end."""
     text = repr(model.tokenizer.decode(ids)) if model.tokenizer is not None else " ".join(map(str, ids))
-    return text if len(text) <= width else text[: width - 3] + "..."
+    if len(text) <= width:
+        return text
+    return "..." + text[3 - width :] if end else text[: width - 3] + "..."
 
 
 def console() -> "Console":
