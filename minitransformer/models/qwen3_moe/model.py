@@ -204,7 +204,7 @@ class Qwen3MoeForCausalLM(nn.Module):
             recipe = replace(recipe, overrides=own + recipe.overrides)
         for i, mlp in sparse.items():
             if mlp.gate_up is None and recipe.for_layer(i).weight_scale != "expert":
-                raise InputError(f"layer {i} exists only in NVFP4; {recipe.for_layer(i).name} needs its BF16 weights")
+                raise InputError(f"layer {i} exists only quantised; {recipe.for_layer(i).name} needs its BF16 weights")
         for i, mlp in sparse.items():
             mlp.set_recipe(recipe.for_layer(i))
         self.recipe = recipe
