@@ -11,6 +11,7 @@ from alignment_tests.bits import assert_bits_equal
 from alignment_tests.learner.tiny import tiny_model
 from alignment_tests.mutations import Mutation, patched
 from alignment_tests.ops import test_attention, test_grouped_linear, test_linear, test_mma
+from minitransformer.models.qwen3_moe import experts as experts_module
 from minitransformer.models.qwen3_moe import model as model_module
 from minitransformer.ops import attention as attention_module
 from minitransformer.ops import dispatch, grouped_linear, linear, mma
@@ -152,13 +153,13 @@ MUTATIONS = [
                      only_for_pages(norm_of_the_rounded_sum, model_module.rms_norm_residual)),
              law(laws.learner_equals_sampler)),
     Mutation("the sampler's swiglu rounds silu", ALL_MODEL,
-             patched(model_module, "swiglu", only_for_pages(swiglu_rounding_in_between, model_module.swiglu)),
+             patched(experts_module, "swiglu", only_for_pages(swiglu_rounding_in_between, experts_module.swiglu)),
              law(laws.learner_equals_sampler)),
     Mutation("the learner's lm_head rounds to BF16", ALL_MODEL,
              patched(model_module, "linear", bf16_logits), law(laws.learner_equals_sampler)),
     Mutation("the sampler applies the routing weight twice", ALL_MODEL,
-             patched(model_module, "grouped_linear",
-                     only_for_pages(routing_weight_twice, model_module.grouped_linear)),
+             patched(experts_module, "grouped_linear",
+                     only_for_pages(routing_weight_twice, experts_module.grouped_linear)),
              law(laws.learner_equals_sampler)),
     Mutation("the page table is turned by one", "ignores the chunking and the pages",
              patched(laws.Batch, "paged", pages_off_by_one(laws.Batch.paged)),

@@ -13,10 +13,11 @@ but a weight gradient is one chain over the tokens in packed order, so they may 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import cached_property
 from itertools import pairwise
 from os import PathLike
 
@@ -59,15 +60,25 @@ class Learner:
         self.model, self.recompute = model, recompute
         self.max_grad_norm, self.max_tokens_per_pack = max_grad_norm, max_tokens_per_pack
         self.parameters, self.frozen = _split(dict(model.named_parameters()), frozen)
-        self.masters = {name: p.detach().float() for name, p in self.parameters.items()}
         self.step = 0
         self._written = self._stamp()
+        self._settings = (float(lr), betas, eps, weight_decay)
         try:
-            self.optimizer = torch.optim.AdamW(
-                self.masters.values(), float(lr), betas, eps, weight_decay, foreach=False, fused=False
-            )
+            self._adamw([torch.zeros(1)])  # refuses wrong settings now, not at the first update
         except ValueError as e:
             raise InputError(f"optimizer settings: {e}") from None
+
+    def _adamw(self, tensors: Iterable[Tensor]) -> torch.optim.AdamW:
+        return torch.optim.AdamW(tensors, *self._settings, foreach=False, fused=False)
+
+    @cached_property
+    def masters(self) -> dict[str, Tensor]:
+        """FP32 copies of the trained weights by name; made when first needed, since scoring needs none."""
+        return {name: p.detach().float() for name, p in self.parameters.items()}
+
+    @cached_property
+    def optimizer(self) -> torch.optim.AdamW:
+        return self._adamw(self.masters.values())
 
     @property
     def lr(self) -> float:
