@@ -1,0 +1,96 @@
+"""attention on the GPU, prefill and decode: bits first, then every schedule's time, against PyTorch's SDPA."""
+
+from collections.abc import Iterator
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from gpu_bench.products import best, differing, schedules
+from gpu_bench.timing import median_ms
+from minitransformer.batch import Batch
+from minitransformer.ops import attention, gpu
+
+BF16 = torch.bfloat16
+HEADS, KV_HEADS, WIDTH, PAGE = 32, 4, 128, 16
+PREFILL = ((4, 4096), (2, 8192), (1, 16384))
+DECODE = ((1, 1024), (1, 8192), (1, 32768), (16, 1024), (16, 8192), (64, 1024), (64, 8192), (256, 1024), (256, 8192))
+
+
+def _paged(sequences: int, length: int, queries: int) -> tuple[Batch, int]:
+    """Each sequence's last `queries` tokens over shuffled pages -> (batch, rows of the store)."""
+    pages = -(-length // PAGE)
+    tables = torch.randperm(sequences * pages).view(sequences, pages).tolist()
+    batch = Batch.paged([[0] * queries] * sequences, [length - queries] * sequences, tables, PAGE)
+    return batch, sequences * pages * PAGE
+
+
+def _check(o, q, k, v, batch: Batch) -> int:
+    """How many elements of one sequence's last query differ from the CPU reference."""
+    last, s = batch.cu_seqlens[1] - 1, 0
+    rows = batch.key_rows_SL[s, : batch.kv_lens[s]]
+    length = len(rows)
+    one = Batch.paged([[0]], [length - 1], [list(range(length))], 1)
+    want = attention.forward(q[last : last + 1].cpu(), k[rows].cpu(), v[rows].cpu(), one)[0]
+    return differing(o[last : last + 1].cpu(), want)
+
+
+def _theirs(q, k, v, backend: SDPBackend, causal: bool):
+    """The library's call on [S, heads, n, H] tensors, with grouped heads if it takes them; None if it refuses."""
+
+    def call():
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+    try:
+        call()
+    except RuntimeError as error:
+        print(f"  {backend} refuses: {str(error)[:100]}")
+        return None
+    return call
+
+
+def _measure(batch: Batch, q, k, v) -> dict:
+    on = batch.to("cuda")
+    o = attention.forward(q, k, v, on)[0]
+    longest = max(b - a for a, b in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False))
+    tiles = [s for s in gpu.attention.CANDIDATES if s.rows <= max(64, 2 * longest * HEADS // KV_HEADS)]
+    if longest > 1:
+        tiles = [s for s in tiles if s.rows >= 64]
+    times = schedules(
+        tiles,
+        lambda s: gpu.attention.forward(q, k, v, on, s)[0],
+        o,
+        lambda s: [lambda: gpu.attention.forward(q, k, v, on, s)],
+    )
+    ms = median_ms([lambda: attention.forward(q, k, v, on)])
+    return {"op": "attention", "wrong": _check(o, q, k, v, batch), "ms": ms, "best": best(times), "schedules": times}
+
+
+def prefill(shapes=PREFILL) -> Iterator[dict]:
+    for S, n in shapes:
+        q = torch.randn(S * n, HEADS, WIDTH, device="cuda", dtype=BF16)
+        k, v = (torch.randn(S * n, KV_HEADS, WIDTH, device="cuda", dtype=BF16) for _ in range(2))
+        split = [x.view(S, n, -1, WIDTH).transpose(1, 2) for x in (q, k, v)]
+        flops = 4 * HEADS * WIDTH * S * n * (n + 1) / 2
+        theirs = {}
+        for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+            if call := _theirs(*split, backend, True):
+                theirs[backend.name] = median_ms([call])
+        for kind in ("packed", "paged"):
+            batch = Batch.packed([[0] * n] * S) if kind == "packed" else _paged(S, n, n)[0]
+            row = _measure(batch, q, k, v)
+            row |= {"shape": f"prefill {kind}", "M": f"{S} x {n}", "tflops": 1e-9 * flops / row["ms"], "torch": theirs}
+            yield row | {"torch_ms": min(theirs.values(), default=float("nan"))}
+
+
+def decode(shapes=DECODE) -> Iterator[dict]:
+    for S, n in shapes:
+        batch, rows = _paged(S, n, 1)
+        q = torch.randn(S, HEADS, WIDTH, device="cuda", dtype=BF16)
+        k, v = (torch.randn(rows, KV_HEADS, WIDTH, device="cuda", dtype=BF16) for _ in range(2))
+        split = [q[:, :, None], *(x[: S * n].view(S, n, -1, WIDTH).transpose(1, 2) for x in (k, v))]
+        call = _theirs(*split, SDPBackend.FLASH_ATTENTION, False)
+        row = _measure(batch, q, k, v)
+        row |= {"shape": "decode", "M": f"{S} x {n}", "tb_s": 4e-9 * S * n * KV_HEADS * WIDTH / row["ms"]}
+        yield row | {"torch_ms": median_ms([call]) if call else float("nan")}

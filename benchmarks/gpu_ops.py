@@ -1,0 +1,74 @@
+"""Times of the GPU kernels against PyTorch's libraries in one run: `python benchmarks/gpu_ops.py [--ops ...]`.
+
+Bits come first: every row says how many sampled outputs differ from the CPU reference (wrong, to be 0), and how many of
+the library's outputs differ from ours (torch bits; a split K shows here). A ratio is the library's time over ours, so
+1.00 is as fast. `best` is the fastest schedule that has the bits, whatever the kernel's own choice was.
+"""
+
+import argparse
+import json
+import os
+import platform
+import time
+from pathlib import Path
+
+import torch
+
+
+def line(row: dict) -> str:
+    """One row of the table, within about 120 columns."""
+    fixed = f" fixed {row['fixed_ms'] / row['ms']:5.2f}" if "fixed_ms" in row else ""
+    rate = " ".join(f"{row[key]:6.{digits}f} {unit}" for key, digits, unit in
+                    (("tflops", 0, "TF/s"), ("tb_s", 2, "TB/s")) if key in row)  # fmt: skip
+    bits = f" torch bits {row['torch_differs']}" if "torch_differs" in row else ""
+    tile, ms = row["best"]
+    return (
+        f"{row['shape']:14} {row['M']!s:>9} wrong {row['wrong']} {row['ms']:8.4f} ms {rate} ratio "
+        f"{row['torch_ms'] / row['ms']:5.2f}{fixed} best {row['torch_ms'] / ms:5.2f} {tile.replace(' ', '')}{bits}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ops", nargs="+", default=["dense", "grouped", "prefill", "decode"])
+    parser.add_argument("--out", type=Path, help="folder for gpu_ops.jsonl, every schedule's time")
+    parser.add_argument("--seconds", type=float, default=420, help="no new row is begun after this many seconds")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("no CUDA device: nothing measured")
+        return
+    import triton
+    from gpu_bench import attend, products
+    from gpu_bench.timing import geometric_mean
+
+    torch.manual_seed(0)
+    torch.set_num_threads(os.cpu_count() or 1)
+    machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}"
+    print(f"{machine}, Python {platform.python_version()}")
+    sources = {"dense": products.dense, "grouped": products.grouped, "prefill": attend.prefill, "decode": attend.decode}
+    begin, rows = time.monotonic(), []
+    for op in args.ops:
+        print(f"-- {op}")
+        for row in sources[op]():
+            rows.append({"bench": op, "machine": machine} | row)
+            print(line(row), flush=True)
+            if args.out:
+                with open(args.out / "gpu_ops.jsonl", "a") as file:
+                    file.write(json.dumps(rows[-1]) + "\n")
+            if time.monotonic() - begin > args.seconds:
+                print(f"out of time after {time.monotonic() - begin:.0f} s")
+                break
+    for op in args.ops:
+        ratios = {"chosen": [], "best": [], "fixed tile / chosen": []}
+        for row in (r for r in rows if r["bench"] == op):
+            ratios["chosen"].append(row["torch_ms"] / row["ms"])
+            ratios["best"].append(row["torch_ms"] / row["best"][1])
+            ratios["fixed tile / chosen"] += [row["fixed_ms"] / row["ms"]] if "fixed_ms" in row else []
+        text = ", ".join(f"{name} {geometric_mean(v):.2f} (least {min(v):.2f})" for name, v in ratios.items() if v)
+        print(f"{op}: geometric mean against torch: {text}")
+    wrong = sum(row["wrong"] > 0 for row in rows)
+    print(f"{wrong} of {len(rows)} rows with wrong bits; {time.monotonic() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
