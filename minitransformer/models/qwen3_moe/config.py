@@ -51,7 +51,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 }
 _HELP = {
     "use_sliding_window": "every layer attends to the whole context here: set it to false if the model was trained so",
-    "quantization_config": "only BF16 and FP32 checkpoints are read: convert it to BF16 first",
+    "quantization_config": "this needs BF16 or FP32 weights: take the checkpoint that was quantised",
     "shared_expert_intermediate_size": "shared experts belong to another architecture (qwen2_moe, qwen3_next)",
     "n_shared_experts": "shared experts belong to another architecture",
 }
