@@ -146,6 +146,20 @@ def test_signed_zeros_absorption_and_cancellation():
     assert mma.chain_bits(row, column, True) == 1.0  # below 2^(E - 25): cut off, whatever the rounding mode
 
 
+@pytest.mark.parametrize("exponent_field", [0, 1, 8, 16, 24, 30, 40])
+def test_steps_far_below_fp32(exponent_field):
+    """Steps whose every product lies below 2^-149 leave zero (found on the H200: a shift by more than 63 bits did not)."""
+    rng = np.random.default_rng(exponent_field)
+    fields = rng.integers(0, exponent_field + 1, (2, 40, 64))
+    a, b = ((rng.integers(0, 128, f.shape) | (f << 7) | (rng.integers(0, 2, f.shape) << 15)).astype(np.uint16)
+            for f in fields)  # fmt: skip
+    a[:, 48:] |= 60 << 7  # the last step is large enough to be seen
+    got = mma.chain_bits(a, b, False)
+    for i in range(40):
+        want = np.float32(chain_of_rationals(a[i], b[i]))
+        assert got[i, i].view(np.uint32) == want.view(np.uint32), (i, got[i, i], want)
+
+
 def test_rows_and_threads_do_not_matter():
     gen = torch.Generator().manual_seed(1)
     a = torch.randn(257, 80, generator=gen).bfloat16()

@@ -74,7 +74,8 @@ def _fp32_toward_zero(total, top):
         length += 1
     drop = max(length - 24, -149 - unit)
     if drop > 0:
-        size, unit, length = size >> drop, unit + drop, length - drop
+        # A shift by 64 or more is undefined; size has fewer bits than 63, so 63 clears it just as well.
+        size, unit, length = size >> min(drop, np.int64(63)), unit + drop, length - drop
         if size == 0:
             return np.uint32(0)
     exponent = length - 1 + unit
