@@ -87,7 +87,8 @@ def _attend_block(q, rows_q, positions, k, v, key_rows, head, scale, table, out,
     work, no_c = workspace(), np.empty((0, 0), np.float32)
     q_bits = np.empty((rows, width), np.uint16)
     for i in range(rows):
-        q_bits[i] = q[rows_q[i, 0], rows_q[i, 1]]
+        for h in range(width):
+            q_bits[i, h] = q[rows_q[i, 0], rows_q[i, 1], h]
     q_values, q_exponents = np.empty((rows, width), np.float32), np.empty((rows, width), np.int32)
     split(q_bits, q_values, q_exponents, 0, rows)
     p_bits = np.zeros((rows, KEY_TILE), np.uint16)
@@ -100,19 +101,23 @@ def _attend_block(q, rows_q, positions, k, v, key_rows, head, scale, table, out,
         _load_tile(k, tile_rows, head, tile)
         for n0 in range(0, KEY_TILE, COLUMNS):
             chain_block(q_bits, q_values, q_exponents, 0, rows, tile, False, n0, no_c, work)
-            s[:, n0 : n0 + COLUMNS] = work[3][:rows]
+            for i in range(rows):
+                for j in range(COLUMNS):
+                    s[i, n0 + j] = work[3][i, j]
         for i in range(rows):
             visible = min(positions[rows_q[i, 0]] + 1 - j0, KEY_TILE)
             if visible > 0:
                 m[i], l[i], shrink = _softmax_row(s[i], visible, m[i], l[i], scale, table, p_bits[i])
-                acc[i] *= shrink
+                for h in range(width):
+                    acc[i, h] = acc[i, h] * shrink
         split(p_bits, p_values, p_exponents, 0, rows)
         _load_tile(v, tile_rows, head, tile)
         for n0 in range(0, width, COLUMNS):
             chain_block(p_bits, p_values, p_exponents, 0, rows, tile, True, n0, acc, work)
             for i in range(rows):
                 if positions[rows_q[i, 0]] >= j0:  # a wholly masked tile changes nothing
-                    acc[i, n0 : n0 + COLUMNS] = work[3][i, : min(COLUMNS, width - n0)]
+                    for j in range(min(COLUMNS, width - n0)):
+                        acc[i, n0 + j] = work[3][i, j]
     for i in range(rows):
         t, n = rows_q[i]
         m_out[t, n], l_out[t, n] = m[i], l[i]

@@ -3,7 +3,7 @@
 All arithmetic is IEEE FP32, one operation rounded to nearest even at a time, subnormals kept, nothing contracted; an
 FMA stands only where `fma32` is written (Triton: tl.fma, div_rn, fusion off). FP64 appears in log_64 alone.
 
-f32_to_bf16   nearest even, overflow to infinity; a NaN becomes sign | 0x7fc0
+f32_to_bf16   nearest even, overflow to infinity; any NaN becomes 0x7fc0 (x86 and a GPU give a made NaN another sign)
 exp2_32(x)    n = rint(x) by adding and subtracting 1.5 * 2^23, f = x - n (exact), p = Horner in fma32 with EXP2[6..1],
               last step fma32(f, q, 1); n is added to p's exponent. x < -126 gives 0 (results below 2^-126 are flushed),
               x >= 128 gives infinity, NaN gives NaN. Relative error below 1.0e-7. Exact at integers
@@ -130,11 +130,11 @@ def bf16_to_f32(u):
 
 @jit
 def f32_to_bf16(x):
-    """FP32 -> BF16 bits (uint16), nearest even; a NaN keeps its sign and becomes quiet (0x7fc0)."""
+    """FP32 -> BF16 bits (uint16), nearest even; any NaN becomes 0x7fc0."""
     u = bits_of_f32(x)
     even = np.uint32((u + np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
     # Adding 0x7fff could carry a NaN's mantissa into the sign, so NaN is decided on the input.
-    return np.uint16(((u >> np.uint32(16)) & np.uint32(0x8000)) | np.uint32(0x7FC0)) if x != x else np.uint16(even)
+    return np.uint16(0x7FC0) if x != x else np.uint16(even)
 
 
 @jit
