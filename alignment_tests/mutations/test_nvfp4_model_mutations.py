@@ -1,0 +1,11 @@
+"""Every fault of the quantised experts is caught by its law."""
+
+import pytest
+
+from alignment_tests.mutations import Mutation, assert_caught
+from alignment_tests.mutations.nvfp4_model_mutations import MUTATIONS
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name.replace(" ", "_"))
+def test_is_caught(mutation: Mutation):
+    assert_caught(mutation)
