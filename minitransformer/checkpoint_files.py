@@ -154,7 +154,7 @@ def write_sharded(directory: Path, tensors: Iterable[tuple[str, Tensor]], limit:
     """
     shards: list[list[str]] = []
     held: list[tuple[str, Tensor]] = []
-    total = 0
+    size = total = 0
 
     def flush() -> None:
         shards.append([name for name, _ in held])
@@ -162,9 +162,11 @@ def write_sharded(directory: Path, tensors: Iterable[tuple[str, Tensor]], limit:
         held.clear()
 
     for name, tensor in tensors:
-        if held and sum(t.nbytes for _, t in held) + tensor.nbytes > limit:
+        if held and size + tensor.nbytes > limit:
             flush()
+            size = 0
         held.append((name, tensor))
+        size += tensor.nbytes
         total += tensor.nbytes
     flush()
     # A shard's name says how many there are, which only the end of the stream shows.

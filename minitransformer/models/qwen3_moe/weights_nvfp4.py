@@ -69,14 +69,13 @@ def load_quantised(directory: str | os.PathLike) -> QuantisedCheckpoint:
         raise InputError(f"{directory}: config.json names no quantisation; `minitransformer quantize` makes NVFP4")
     layers = quantised_layers(directory, config, said)
     files = TensorFiles(directory)
-    inside = {n for i in layers for n in files.files if n.startswith(experts_prefix(i))}
-    rest = files.without(inside)
+    inside = {i: _names_below(files, experts_prefix(i)) for i in layers}
+    rest = files.without(set().union(*inside.values()))
     _refuse_quantised_elsewhere(rest, said)
     elsewhere = {f"layers.{i}.mlp.{projection}.weight" for i in layers for projection in PROJECTIONS}
     checkpoint = open_tensors(config, hf, rest, elsewhere)
     for i in layers:
-        here = {n for n in inside if n.startswith(experts_prefix(i))}
-        _check_headers(files, said.format, list(parts(config, i)), here)
+        _check_headers(files, said.format, list(parts(config, i)), inside[i])
     experts = {i: _read_layer(files, said.format, config, i) for i in layers}
     left_out = [(str(i), "bf16") for i, sparse in enumerate(config.sparse_layers) if sparse and i not in layers]
     recipe = recipes.get(said.recipe).with_overrides(left_out, config.num_layers)
@@ -115,6 +114,10 @@ def quantised_layers(directory: str | os.PathLike, config: Qwen3MoeConfig, said:
     if not layers:
         raise InputError(f"{directory}: the config's ignore list leaves every expert in BF16; remove the quantisation")
     return layers
+
+
+def _names_below(files: TensorFiles, prefix: str) -> set[str]:
+    return {name for name in files.files if name.startswith(prefix)}
 
 
 def _refuse_quantised_elsewhere(files: TensorFiles, said: Quantisation) -> None:
