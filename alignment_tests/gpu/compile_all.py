@@ -18,6 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from alignment_tests.gpu.row_cases import rows
 from minitransformer.ops.gpu import attention, device, grouped_linear, linear
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -33,6 +34,7 @@ class Case:
     constants: tuple
     warps: int
     stages: int
+    flags: tuple = tuple(device.STRICT.items())
 
     def compile(self, target: GPUTarget = HOPPER):
         names = self.kernel.arg_names
@@ -46,7 +48,7 @@ class Case:
         }
         constants = dict(zip(names[len(self.types) :], self.constants, strict=True))
         source = ASTSource(self.kernel, signature, constants, aligned)
-        options = {"num_warps": self.warps, "num_stages": self.stages, **device.STRICT}
+        options = {"num_warps": self.warps, "num_stages": self.stages, **dict(self.flags)}
         return triton.compile(source, target=target, options=options)
 
 
@@ -88,8 +90,16 @@ def _attention() -> Iterator[Case]:
                 yield Case(name, attention.attention_kernel, types, constants, schedule.warps, schedule.stages)
 
 
-def cases() -> list[Case]:
+def row_cases() -> list[Case]:
+    return [Case(*row, warps=4, stages=3, flags=tuple(device.ROWS.items())) for row in rows()]
+
+
+def tensor_core_cases() -> list[Case]:
     return [*_linear(), *_grouped_linear(), *_attention()]
+
+
+def cases() -> list[Case]:
+    return [*tensor_core_cases(), *row_cases()]
 
 
 def resources(compiled) -> str:

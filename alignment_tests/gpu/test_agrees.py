@@ -90,10 +90,6 @@ def plan_of(counts: list[int], top_k: int, seed: int) -> dispatch.Plan:
     return dispatch.plan(ids[order].view(-1, top_k), len(counts))
 
 
-def on_gpu(plan: dispatch.Plan) -> dispatch.Plan:
-    return dispatch.Plan(plan.order_R.cuda(), plan.rows_TK.cuda(), plan.offsets)
-
-
 COUNTS = {
     "empty first and last": [0, 3, 0, 0, 17, 1, 11, 0],
     "one owns all": [0, 0, 96, 0],
@@ -111,7 +107,7 @@ def test_grouped_linear(N, K, counts):
     plan = plan_of(counts, 2 if sum(counts) % 2 == 0 else 1, seed=5)
     x, w = inputs.bf16(6, sum(counts), K), inputs.bf16(7, len(counts), N, K)
     weights = inputs.normal(8, *plan.rows_TK.shape).abs()
-    on = on_gpu(plan)
+    on = plan.to("cuda")
     for scale in (None, weights):
         want = grouped_linear.forward(x, w, plan, scale)
         scale = None if scale is None else scale.cuda()
@@ -127,7 +123,7 @@ def test_grouped_linear_for_every_schedule_and_kind_of_value(kind):
     want = [grouped_linear.forward(x, w, plan, scale) for scale in (None, weights)]
     for tile in gpu.grouped_linear.CANDIDATES:
         for scale, wanted in zip((None, weights.cuda()), want, strict=True):
-            got = gpu.grouped_linear.forward(x.cuda(), w.cuda(), on_gpu(plan), scale, tile)
+            got = gpu.grouped_linear.forward(x.cuda(), w.cuda(), plan.to("cuda"), scale, tile)
             agree([got], [wanted], f"{tile} weighted {scale is not None}")
 
 

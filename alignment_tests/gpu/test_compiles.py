@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed: nothing to compile")
 
-from alignment_tests.gpu.compile_all import Case, cases, resources
+from alignment_tests.gpu.compile_all import Case, resources, row_cases, tensor_core_cases
 from minitransformer.ops.gpu import attention
 
 # FP32 arithmetic in PTX that an operator may contain beside the tensor core's; an FMA only where tl.fma stands.
@@ -18,6 +18,15 @@ ALLOWED = {
     "attention": PLAIN | {"div.rn.f32", "ex2.approx.ftz.f32"},
 }
 CONVERSIONS = {"cvt.rn.bf16x2.f32", "cvt.rn.bf16.f32", "cvt.f32.bf16"}
+SHARED_LIMIT = 232448  # bytes of shared memory that a CTA of Hopper may have
+
+# Row-wise operators: what each may contain beside PLAIN, comparisons and signs.
+EXP = {"fma.rn.f32", "div.rn.f32"}
+ROWS = {
+    "rms_norm": {"div.rn.f32", "sqrt.rn.f32"}, "rope": set(), "router": EXP, "plan": set(), "combine": set(),
+    "combine_weighted": {"fma.rn.f32"}, "copy": set(), "copy_amax": set(), "embedding": set(), "swiglu": EXP,
+    "logprob": EXP | {"cvt.rn.f32"},
+}  # fmt: skip
 
 
 def float_operations(ptx: str) -> set[str]:
@@ -25,13 +34,14 @@ def float_operations(ptx: str) -> set[str]:
     return {op for op in found if not op.startswith(("mov.", "ld.", "st.", "selp.", "shfl."))}
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name.replace(" ", "-"))
+@pytest.mark.parametrize("case", tensor_core_cases(), ids=lambda case: case.name.replace(" ", "-"))
 def test_compiles_to_the_arithmetic_of_the_spec(case: Case):
     compiled = case.compile()
     ptx, layouts = compiled.asm["ptx"], compiled.asm["ttgir"]
     ours = {op for op in float_operations(ptx) if not op.startswith(("mma.", "wgmma."))}
     assert ours <= ALLOWED[case.name.split()[0]] | CONVERSIONS, f"unexpected arithmetic {ours}"
     assert re.search(r"\b(wgmma\.mma_async|mma)\.sync\.aligned\.m\d+n\d+k16\S*\.f32\.bf16\.bf16", ptx), "no tensor core"
+    assert compiled.metadata.shared <= SHARED_LIMIT
     # Another kWidth would give a step of the chain other elements than 16 consecutive ones.
     assert set(re.findall(r"kWidth = (\d+)", layouts)) <= {"2"}
     if case.name.startswith("attention"):
@@ -41,10 +51,23 @@ def test_compiles_to_the_arithmetic_of_the_spec(case: Case):
         assert "wgmma.mma_async" in ptx
 
 
+@pytest.mark.parametrize("case", row_cases(), ids=lambda case: case.name.replace(" ", "-"))
+def test_row_operator_compiles_to_the_arithmetic_of_the_spec(case: Case):
+    compiled = case.compile()
+    ours = {op for op in float_operations(compiled.asm["ptx"]) if not re.match(r"(setp|abs|neg)\.", op)}
+    allowed = PLAIN | CONVERSIONS | ROWS[case.name.split()[0]]
+    if "backward" in case.name and case.name.startswith("combine_weighted"):
+        allowed -= {"fma.rn.f32"}
+    assert ours <= allowed, f"unexpected arithmetic {ours - allowed}"
+    assert ".ftz" not in compiled.asm["ptx"], "subnormals would be flushed"
+    assert compiled.metadata.shared <= SHARED_LIMIT
+    assert " 0 B stack" in resources(compiled), "spills"
+
+
 @pytest.mark.parametrize("longest", [1, 8, 512])
 def test_the_chosen_attention_schedules_do_not_spill(longest):
     schedule = attention.choose(longest, 8)
-    for case in cases():
+    for case in tensor_core_cases():
         if case.name.startswith("attention") and case.name.endswith(f"128 {schedule}"):
             assert " 0 B stack" in resources(case.compile()), case.name
 

@@ -51,7 +51,7 @@ def decode_by_another_kernel(q, k, v, batch):
 
 def combine_in_expert_order(y_RD: Tensor, plan: dispatch.Plan) -> Tensor:
     ordered = plan.rows_TK.sort(1).values
-    return dispatch.combine_forward(y_RD, dispatch.Plan(plan.order_R, ordered, plan.offsets))
+    return dispatch.combine_forward(y_RD, dispatch.Plan(plan.order_R, ordered, plan.bounds_E1))
 
 
 def combine_switched_at_32(y_RD: Tensor, plan: dispatch.Plan) -> Tensor:

@@ -77,7 +77,7 @@ def _routing(T: int, seed: int) -> tuple[dispatch.Plan, dispatch.Plan]:
     """A plan of TOP_K distinct experts a token, uniform, on the CPU and on the GPU."""
     gen = torch.Generator().manual_seed(seed)
     plan = dispatch.plan(torch.rand(T, EXPERTS, generator=gen).topk(TOP_K).indices, EXPERTS)
-    return plan, dispatch.Plan(plan.order_R.cuda(), plan.rows_TK.cuda(), plan.offsets)
+    return plan, plan.to("cuda")
 
 
 def _sample_experts(x, w, plan, weights, rows_each=2) -> tuple[torch.Tensor, torch.Tensor]:

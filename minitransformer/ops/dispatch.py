@@ -17,13 +17,14 @@ Refused: an expert id outside 0 .. E - 1, shapes that do not fit the plan, dtype
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from minitransformer.errors import InputError
-from minitransformer.ops import cpu
+from minitransformer.ops import cpu, gpu
 from minitransformer.ops.jit import jit
 from minitransformer.ops.rounding import bf16_to_f32, f32_to_bf16, fma32, lane_sum
 
@@ -36,12 +37,28 @@ class Plan:
 
     order_R   int64 [R]: flat slot t * K + k of row r in dispatch order
     rows_TK   int64 [T, K]: row of each slot (the inverse)
-    offsets   E + 1 bounds: expert e owns rows offsets[e] .. offsets[e + 1]
+    bounds_E1 int64 [E + 1]: expert e owns rows bounds[e] .. bounds[e + 1]
     """
 
     order_R: Tensor
     rows_TK: Tensor
-    offsets: tuple[int, ...]
+    bounds_E1: Tensor
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """The bounds on the host; on a GPU this waits for it, so no kernel's launch asks."""
+        return tuple(self.bounds_E1.tolist())
+
+    @property
+    def num_rows(self) -> int:
+        return self.order_R.shape[0]
+
+    @property
+    def num_experts(self) -> int:
+        return self.bounds_E1.shape[0] - 1
+
+    def to(self, device: torch.device | str) -> "Plan":
+        return Plan(self.order_R.to(device), self.rows_TK.to(device), self.bounds_E1.to(device))
 
 
 @jit
@@ -61,6 +78,8 @@ def _counting_sort(ids_R, offsets, order_R, rows_R):
 
 def plan(expert_ids_TK: Tensor, num_experts: int) -> Plan:
     """Dispatch plan of expert ids int64 [T, K], each in 0 .. num_experts - 1 (InputError otherwise)."""
+    if expert_ids_TK.is_cuda:
+        return Plan(*gpu.dispatch.plan(expert_ids_TK, num_experts))
     cpu.on_cpu("dispatch.plan", expert_ids_TK)
     ids = cpu.i64(expert_ids_TK)
     if ids.ndim != 2:
@@ -71,7 +90,7 @@ def plan(expert_ids_TK: Tensor, num_experts: int) -> Plan:
     offsets = np.zeros(num_experts + 1, np.int64)
     order, rows = np.empty(ids.size, np.int64), np.empty(ids.size, np.int64)
     _counting_sort(ids.reshape(-1), offsets, order, rows)
-    return Plan(torch.from_numpy(order), torch.from_numpy(rows).view(ids.shape), tuple(offsets.tolist()))
+    return Plan(torch.from_numpy(order), torch.from_numpy(rows).view(ids.shape), torch.from_numpy(offsets))
 
 
 @jit
@@ -125,13 +144,17 @@ def _weigh_backward(begin, end, dy_TD, y_RD, rows_TK, weights_TK, dy_RD, dw_TK):
 
 def gather_forward(x_TD: Tensor, plan: Plan) -> Tensor:
     """x [T, D] BF16 -> [R, D], rows copied into dispatch order."""
-    cpu.on_cpu("dispatch.gather", x_TD)  # the Triton kernel will branch here
+    if x_TD.is_cuda:
+        return gpu.dispatch.gather(x_TD, plan)
+    cpu.on_cpu("dispatch.gather", x_TD)
     return x_TD.detach().index_select(0, plan.order_R // plan.rows_TK.shape[1])
 
 
 def combine_forward(y_RD: Tensor, plan: Plan) -> Tensor:
     """y [R, D] BF16 -> [T, D] BF16: FP32 sum over the slots in slot order, one rounding."""
-    cpu.on_cpu("dispatch.combine", y_RD)  # the Triton kernel will branch here
+    if y_RD.is_cuda:
+        return gpu.dispatch.combine(y_RD, plan)
+    cpu.on_cpu("dispatch.combine", y_RD)
     rows = cpu.i64(plan.rows_TK)
     out = torch.empty(rows.shape[0], y_RD.shape[1], dtype=torch.bfloat16)
     cpu.parallel(_sum_slots, rows.shape[0], cpu.bf16_bits(y_RD), rows, cpu.bf16_bits(out), grain=16)
@@ -140,7 +163,9 @@ def combine_forward(y_RD: Tensor, plan: Plan) -> Tensor:
 
 def gather_amax_forward(x_TD: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     """x [T, D] BF16 -> (rows in dispatch order [R, D] BF16, their largest magnitudes FP32 [R])."""
-    cpu.on_cpu("dispatch.gather_amax", x_TD)  # the Triton kernel will branch here
+    if x_TD.is_cuda:
+        return gpu.dispatch.gather_amax(x_TD, plan)
+    cpu.on_cpu("dispatch.gather_amax", x_TD)
     order = cpu.i64(plan.order_R)
     out, amax = torch.empty(order.size, x_TD.shape[1], dtype=torch.bfloat16), torch.empty(order.size)
     args = cpu.bf16_bits(x_TD), order, plan.rows_TK.shape[1], cpu.bf16_bits(out), amax.numpy()
@@ -150,7 +175,9 @@ def gather_amax_forward(x_TD: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
 
 def combine_weighted_forward(y_RD: Tensor, plan: Plan, weights_TK: Tensor) -> Tensor:
     """y [R, D] BF16, routing weights [T, K] FP32 -> [T, D] BF16 by FMA in slot order."""
-    cpu.on_cpu("dispatch.combine_weighted", y_RD, weights_TK)  # the Triton kernel will branch here
+    if y_RD.is_cuda:
+        return gpu.dispatch.combine(y_RD, plan, weights_TK)
+    cpu.on_cpu("dispatch.combine_weighted", y_RD, weights_TK)
     rows = cpu.i64(plan.rows_TK)
     out = torch.empty(rows.shape[0], y_RD.shape[1], dtype=torch.bfloat16)
     args = cpu.bf16_bits(y_RD), rows, cpu.f32(weights_TK), cpu.bf16_bits(out)
@@ -160,6 +187,8 @@ def combine_weighted_forward(y_RD: Tensor, plan: Plan, weights_TK: Tensor) -> Te
 
 def combine_weighted_backward(dy_TD: Tensor, y_RD: Tensor, plan: Plan, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
     """dY [T, D] BF16 -> (dy_R [R, D] BF16, dweights [T, K] FP32)."""
+    if dy_TD.is_cuda:
+        return gpu.dispatch.combine_weighted_backward(dy_TD, y_RD, plan, weights_TK)
     dy_RD, dw_TK = torch.empty(y_RD.shape, dtype=torch.bfloat16), torch.empty(weights_TK.shape)
     rows, weights = cpu.i64(plan.rows_TK), cpu.f32(weights_TK)
     args = cpu.bf16_bits(dy_TD), cpu.bf16_bits(y_RD), rows, weights, cpu.bf16_bits(dy_RD), dw_TK.numpy()
@@ -227,8 +256,8 @@ def gather(x_TD: Tensor, plan: Plan) -> Tensor:
 
 def combine(y_RD: Tensor, plan: Plan) -> Tensor:
     """y [R, D] BF16 in dispatch order -> [T, D] BF16. ValueError on shapes, TypeError on dtypes."""
-    if y_RD.dim() != 2 or y_RD.shape[0] != plan.offsets[-1]:
-        raise ValueError(f"dispatch.combine: y is {tuple(y_RD.shape)}, the plan has {plan.offsets[-1]} rows")
+    if y_RD.dim() != 2 or y_RD.shape[0] != plan.num_rows:
+        raise ValueError(f"dispatch.combine: y is {tuple(y_RD.shape)}, the plan has {plan.num_rows} rows")
     return _Combine.apply(y_RD, plan)
 
 
@@ -241,10 +270,10 @@ def gather_amax(x_TD: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
 
 def combine_weighted(y_RD: Tensor, plan: Plan, weights_TK: Tensor) -> Tensor:
     """y [R, D] BF16 in dispatch order, weights [T, K] FP32 -> [T, D] BF16. ValueError, TypeError as combine."""
-    if y_RD.dim() != 2 or y_RD.shape[0] != plan.offsets[-1] or weights_TK.shape != plan.rows_TK.shape:
+    if y_RD.dim() != 2 or y_RD.shape[0] != plan.num_rows or weights_TK.shape != plan.rows_TK.shape:
         raise ValueError(
             f"dispatch.combine_weighted: y is {tuple(y_RD.shape)}, weights {tuple(weights_TK.shape)}; the plan has "
-            f"{plan.offsets[-1]} rows of {tuple(plan.rows_TK.shape)} slots"
+            f"{plan.num_rows} rows of {tuple(plan.rows_TK.shape)} slots"
         )
     return _CombineWeighted.apply(y_RD, plan, weights_TK)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minitransformer.errors import InputError
-from minitransformer.ops import cpu
+from minitransformer.ops import cpu, gpu
 from minitransformer.ops.jit import jit
 from minitransformer.ops.rounding import bf16_to_f32, f32_to_bf16
 
@@ -35,7 +35,9 @@ def check_ids(op: str, ids_T: Tensor, vocab: int) -> np.ndarray:
 
 def forward(ids_T: Tensor, weight_VD: Tensor) -> Tensor:
     """int64 [T], BF16 [V, D] -> BF16 [T, D]."""
-    cpu.on_cpu("embedding", ids_T, weight_VD)  # the Triton kernel will branch here
+    if weight_VD.is_cuda:
+        return gpu.embedding.forward(ids_T, weight_VD)
+    cpu.on_cpu("embedding", ids_T, weight_VD)
     ids = check_ids("embedding", ids_T, weight_VD.shape[0])
     out = torch.empty(ids.size, weight_VD.shape[1], dtype=torch.bfloat16)
     cpu.parallel(_forward_cpu, ids.size, ids, cpu.bf16_bits(weight_VD), cpu.bf16_bits(out), grain=64)
@@ -59,6 +61,8 @@ def _backward_cpu(begin, end, order_T, ids_T, starts, dx, dweight):
 
 def backward(dx_TD: Tensor, ids_T: Tensor, weight_shape: tuple[int, int]) -> Tensor:
     """dx BF16 [T, D] -> dweight BF16 [V, D]."""
+    if dx_TD.is_cuda:
+        return gpu.embedding.backward(dx_TD, ids_T, weight_shape)
     dweight = torch.zeros(weight_shape, dtype=torch.bfloat16)
     ids = cpu.i64(ids_T)
     # A stable sort keeps the tokens of one id in ascending order.

@@ -108,7 +108,7 @@ def grouped_linear(x_RK: Tensor, weight_ENK: Tensor, plan: Plan, weights_TK: Ten
     weights_TK [T, K slots] FP32: routing weights to scale the rows by before the one rounding (down projection).
     Raises ValueError on shapes that do not fit, TypeError on dtypes, UnsupportedDevice off the CPU.
     """
-    rows, experts = plan.offsets[-1], len(plan.offsets) - 1
+    rows, experts = plan.num_rows, plan.num_experts
     if x_RK.shape[0] != rows or weight_ENK.shape[0] != experts or x_RK.shape[1] != weight_ENK.shape[2]:
         raise ValueError(
             f"grouped_linear: x is {tuple(x_RK.shape)}, weight is {tuple(weight_ENK.shape)}, "

@@ -7,7 +7,7 @@ Refused: a row outside the store, two tokens for one row (the order of writes wo
 import numpy as np
 from torch import Tensor
 
-from minitransformer.ops import cpu
+from minitransformer.ops import cpu, gpu
 from minitransformer.ops.jit import jit
 
 SPEC = "kv_store/1"
@@ -25,15 +25,19 @@ def store(k_TGH: Tensor, v_TGH: Tensor, k_cache_RGH: Tensor, v_cache_RGH: Tensor
 
     Raises ValueError on shapes, layouts or rows that do not fit, TypeError on dtypes, UnsupportedDevice off the CPU.
     """
-    cpu.on_cpu("kv_store", k_TGH, v_TGH, k_cache_RGH, v_cache_RGH)  # the Triton kernel will branch here
-    rows, (T, G, H), R = cpu.i64(store_rows_T), k_TGH.shape, k_cache_RGH.shape[0]
-    if v_TGH.shape != (T, G, H) or rows.shape != (T,):
-        raise ValueError(f"kv_store: k is {(T, G, H)}, v is {tuple(v_TGH.shape)}, store_rows is {rows.shape}")
+    (T, G, H), R = k_TGH.shape, k_cache_RGH.shape[0]
+    if v_TGH.shape != (T, G, H) or store_rows_T.shape != (T,):
+        shapes = f"v is {tuple(v_TGH.shape)}, store_rows is {tuple(store_rows_T.shape)}"
+        raise ValueError(f"kv_store: k is {(T, G, H)}, {shapes}")
     if k_cache_RGH.shape != (R, G, H) or v_cache_RGH.shape != (R, G, H):
         raise ValueError(f"kv_store: caches of {k_cache_RGH.shape}, {v_cache_RGH.shape} do not take {(T, G, H)}")
     # A copy made for contiguity would take the writes and lose them.
     if not (k_cache_RGH.is_contiguous() and v_cache_RGH.is_contiguous()):
         raise ValueError("kv_store: the caches must be contiguous")
+    if k_cache_RGH.is_cuda:  # rows outside are left out and flagged; rows for two tokens are the batch's to avoid
+        return gpu.kv_store.store(k_TGH, v_TGH, k_cache_RGH, v_cache_RGH, store_rows_T)
+    cpu.on_cpu("kv_store", k_TGH, v_TGH, k_cache_RGH, v_cache_RGH)
+    rows = cpu.i64(store_rows_T)
     if T and (rows.min() < 0 or rows.max() >= R):
         raise ValueError(f"kv_store: rows {rows.min()}..{rows.max()} are outside the store of {R} rows")
     if np.unique(rows).size != T:

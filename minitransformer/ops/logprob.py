@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from minitransformer.errors import InputError
-from minitransformer.ops import cpu
+from minitransformer.ops import cpu, gpu
 from minitransformer.ops.embedding import check_ids
 from minitransformer.ops.jit import jit
 from minitransformer.ops.rounding import LANES, LOG2E, exp2_32, lane_tree, log_32
@@ -74,7 +74,9 @@ def _forward_cpu(begin, end, logits, ids, t, out, max_sum):
 
 def forward(logits_TV: Tensor, ids_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """-> (log-probs FP32 [T], the rows' m and S FP32 [T, 2])."""
-    cpu.on_cpu("logprob", logits_TV, ids_T)  # the Triton kernel will branch here
+    if logits_TV.is_cuda:
+        return gpu.logprob.forward(logits_TV, ids_T, temperature)
+    cpu.on_cpu("logprob", logits_TV, ids_T)
     ids = check_ids("logprob", ids_T, logits_TV.shape[1])
     out, max_sum = torch.empty(ids.size), torch.empty(ids.size, 2)
     args = cpu.f32(logits_TV), ids, np.float32(temperature), out.numpy(), max_sum.numpy()
@@ -100,6 +102,8 @@ def _backward_cpu(begin, end, dout, logits, ids, t, max_sum, dlogits):
 
 def backward(dout_T: Tensor, logits_TV: Tensor, ids_T: Tensor, temperature: float, max_sum_T2: Tensor) -> Tensor:
     """d of the log-probs FP32 [T] -> dlogits FP32 [T, V]."""
+    if dout_T.is_cuda:
+        return gpu.logprob.backward(dout_T, logits_TV, ids_T, temperature, max_sum_T2)
     dlogits = torch.empty(logits_TV.shape)
     args = cpu.f32(logits_TV), cpu.i64(ids_T), np.float32(temperature), cpu.f32(max_sum_T2), dlogits.numpy()
     cpu.parallel(_backward_cpu, dlogits.shape[0], cpu.f32(dout_T), *args)

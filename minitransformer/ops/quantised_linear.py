@@ -107,7 +107,7 @@ def quantised_linear(
     x_operand: decoded BF16 [R, K] and outer scales FP32 [R] or None; w_operand: decoded BF16 [E, N, K] and FP32 [E, N].
     Raises ValueError on shapes that do not fit, TypeError on dtypes, UnsupportedDevice off the CPU.
     """
-    rows, experts = plan.offsets[-1], len(plan.offsets) - 1
+    rows, experts = plan.num_rows, plan.num_experts
     w_decoded, scale_EN = w_operand
     fits = x_operand[0].shape == x_RK.shape == (rows, w_decoded.shape[2]) and w_decoded.shape[0] == experts
     if not fits or scale_EN.shape != w_decoded.shape[:2]:

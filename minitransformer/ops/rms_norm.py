@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitransformer.ops import cpu
+from minitransformer.ops import cpu, gpu
 from minitransformer.ops.jit import jit
 from minitransformer.ops.rounding import LANES, bf16_to_f32, f32_to_bf16, lane_sum, lane_tree
 
@@ -69,7 +69,9 @@ def _rows(tensor: Tensor) -> np.ndarray:
 
 def forward(x: Tensor, residual: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
     """BF16 [..., D] -> (y, new residual or None), the shape of x."""
-    cpu.on_cpu("rms_norm", x, weight_D)  # the Triton kernel will branch here
+    if x.is_cuda:
+        return gpu.rms_norm.forward(x, residual, weight_D, eps)
+    cpu.on_cpu("rms_norm", x, weight_D)
     y = torch.empty(x.shape, dtype=torch.bfloat16)
     new = None if residual is None else torch.empty(x.shape, dtype=torch.bfloat16)
     old_rows, new_rows = (_NO_ROWS, _NO_ROWS) if residual is None else (_rows(residual), _rows(new))
@@ -116,6 +118,8 @@ def _dw_cpu(begin, end, dy, x, residual, inv_T, dw):
 
 def backward(dy, dr, x, residual, weight_D, eps, need_dw=True) -> tuple[Tensor, Tensor | None]:
     """dy and dr (None without a residual) BF16 like x -> (dx like x, for x and for the residual; dw [D] or None)."""
+    if x.is_cuda:
+        return gpu.rms_norm.backward(dy, dr, x, residual, weight_D, eps, need_dw)
     dx = torch.empty(x.shape, dtype=torch.bfloat16)
     dy_rows, x_rows = _rows(dy), _rows(x)
     residual_rows, dr_rows = (_NO_ROWS, _NO_ROWS) if residual is None else (_rows(residual), _rows(dr))

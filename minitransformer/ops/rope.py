@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from minitransformer.errors import InputError
-from minitransformer.ops import cpu
+from minitransformer.ops import cpu, gpu
 from minitransformer.ops.jit import jit
 from minitransformer.ops.rounding import bf16_to_f32, f32_to_bf16, fma64
 
@@ -105,7 +105,9 @@ def _forward_cpu(begin, end, x_TNH, positions_T, table_PH, sign, out_TNH):
 
 def rotate(x_TNH: Tensor, positions_T: Tensor, table_PH: Tensor, sign: float = 1.0) -> Tensor:
     """x BF16 [T, N, H] turned by its positions' angles (forward, sign 1) or back (backward, sign -1)."""
-    cpu.on_cpu("rope", x_TNH, positions_T, table_PH)  # the Triton kernel will branch here
+    if x_TNH.is_cuda:
+        return gpu.rope.rotate(x_TNH, positions_T, table_PH, sign)
+    cpu.on_cpu("rope", x_TNH, positions_T, table_PH)
     out = torch.empty(x_TNH.shape, dtype=torch.bfloat16)
     args = cpu.bf16_bits(x_TNH), cpu.i64(positions_T), cpu.f32(table_PH), np.float32(sign), cpu.bf16_bits(out)
     cpu.parallel(_forward_cpu, out.shape[0], *args, grain=8)
@@ -133,7 +135,8 @@ def rope(q_TNH: Tensor, k_TGH: Tensor, positions_T: Tensor, table_PH: Tensor) ->
         raise ValueError(
             f"rope: q {tuple(q_TNH.shape)}, k {tuple(k_TGH.shape)} do not fit {T} positions, head size {H}"
         )
-    if T and (positions_T.min() < 0 or positions_T.max() >= P):
+    # On a GPU the kernel looks, so that the host need not wait (gpu/device.py, FAULTS).
+    if not positions_T.is_cuda and T and (positions_T.min() < 0 or positions_T.max() >= P):
         worst = int(positions_T.min()) if positions_T.min() < 0 else int(positions_T.max())
         raise InputError(f"rope: position {worst} is outside the table of {P}; shorten the prompt or the completion")
     return _Rope.apply(q_TNH, positions_T, table_PH), _Rope.apply(k_TGH, positions_T, table_PH)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from minitransformer.errors import InputError
-from minitransformer.ops import cpu
+from minitransformer.ops import cpu, gpu
 from minitransformer.ops.jit import jit
 from minitransformer.ops.rounding import LOG2E, bf16_to_f32, exp2_32, f32_to_bf16, lane_sum
 
@@ -72,7 +72,9 @@ def _forward_cpu(begin, end, logits_TE, norm, weights_TK, ids_TK, bad_T):
 
 def forward(logits_TE: Tensor, top_k: int, norm_topk_prob: bool) -> tuple[Tensor, Tensor]:
     """BF16 [T, E] -> weights FP32 [T, K], expert ids int64 [T, K]."""
-    cpu.on_cpu("router", logits_TE)  # the Triton kernel will branch here
+    if logits_TE.is_cuda:
+        return gpu.router.forward(logits_TE, top_k, norm_topk_prob)
+    cpu.on_cpu("router", logits_TE)
     T = logits_TE.shape[0]
     weights, ids = torch.empty(T, top_k), torch.empty(T, top_k, dtype=torch.int64)
     bad = np.zeros(T, np.bool_)
@@ -102,6 +104,8 @@ def _backward_cpu(begin, end, dw_TK, logits_TE, norm, weights_TK, ids_TK, out_TE
 
 def backward(dw_TK: Tensor, logits_TE: Tensor, norm_topk_prob: bool, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
     """dweights FP32 [T, K] with what forward took and gave -> dlogits BF16 [T, E]."""
+    if dw_TK.is_cuda:
+        return gpu.router.backward(dw_TK, logits_TE, norm_topk_prob, weights_TK, ids_TK)
     out = torch.empty(logits_TE.shape, dtype=torch.bfloat16)
     args = cpu.f32(dw_TK), cpu.bf16_bits(logits_TE), norm_topk_prob, cpu.f32(weights_TK), cpu.i64(ids_TK)
     cpu.parallel(_backward_cpu, out.shape[0], *args, cpu.bf16_bits(out), grain=8)

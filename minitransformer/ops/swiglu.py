@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitransformer.ops import cpu
+from minitransformer.ops import cpu, gpu
 from minitransformer.ops.jit import jit
 from minitransformer.ops.rounding import bf16_to_f32, f32_to_bf16, sigmoid_32, silu_32
 
@@ -38,7 +38,9 @@ def _forward_cpu(begin, end, x, out):
 
 def forward(gate_up_R2F: Tensor) -> Tensor:
     """BF16 [R, 2F] -> BF16 [R, F]."""
-    cpu.on_cpu("swiglu", gate_up_R2F)  # the Triton kernel will branch here
+    if gate_up_R2F.is_cuda:
+        return gpu.swiglu.forward(gate_up_R2F)
+    cpu.on_cpu("swiglu", gate_up_R2F)
     x = cpu.bf16_bits(gate_up_R2F)
     out = torch.empty(x.shape[0], x.shape[1] // 2, dtype=torch.bfloat16)
     cpu.parallel(_forward_cpu, x.shape[0], x, cpu.bf16_bits(out), grain=8)
@@ -59,7 +61,9 @@ def _forward_amax_cpu(begin, end, x, out, amax):
 
 def forward_amax(gate_up_R2F: Tensor) -> tuple[Tensor, Tensor]:
     """FP32 [R, 2F] -> (h BF16 [R, F], amax FP32 [R])."""
-    cpu.on_cpu("swiglu_amax", gate_up_R2F)  # the Triton kernel will branch here
+    if gate_up_R2F.is_cuda:
+        return gpu.swiglu.forward_amax(gate_up_R2F)
+    cpu.on_cpu("swiglu_amax", gate_up_R2F)
     x = cpu.f32(gate_up_R2F)
     out, amax = torch.empty(x.shape[0], x.shape[1] // 2, dtype=torch.bfloat16), torch.empty(x.shape[0])
     cpu.parallel(_forward_amax_cpu, x.shape[0], x, cpu.bf16_bits(out), amax.numpy(), grain=8)
@@ -81,6 +85,8 @@ def _backward_cpu(begin, end, dh, x, dx):
 
 def backward(dh_RF: Tensor, gate_up_R2F: Tensor) -> Tensor:
     """dh BF16 [R, F], gate_up [R, 2F] BF16 or FP32 -> BF16 [R, 2F], gate half first."""
+    if dh_RF.is_cuda:
+        return gpu.swiglu.backward(dh_RF, gate_up_R2F)
     dx = torch.empty(gate_up_R2F.shape, dtype=torch.bfloat16)
     x = cpu.f32(gate_up_R2F.float())  # BF16 -> FP32 is exact
     cpu.parallel(_backward_cpu, dx.shape[0], cpu.bf16_bits(dh_RF), x, cpu.bf16_bits(dx), grain=8)

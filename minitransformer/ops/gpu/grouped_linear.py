@@ -74,21 +74,13 @@ def choose(rows: int, experts: int, N: int) -> Tile:
     return Tile(128, 128, 64, 8, 4)
 
 
-def _offsets(plan: Plan, home: torch.device) -> Tensor:
-    """The plan's bounds as int64 [E + 1] on the GPU, copied once a plan."""
-    kept = plan.__dict__.setdefault("_offsets_on", {})
-    if home not in kept:
-        kept[home] = torch.tensor(plan.offsets, dtype=torch.int64, device=home)
-    return kept[home]
-
-
 def forward(
     x_RK: Tensor, weight_ENK: Tensor, plan: Plan, weights_TK: Tensor | None = None, tile: Tile | None = None
 ) -> Tensor:
     """x [R, K], W [E, N, K] BF16 and a plan on one Hopper GPU -> [R, N] BF16, scaled by routing weights if given."""
     home = x_RK.device
     x, w = device.take("grouped_linear", home, torch.bfloat16, x_RK, weight_ENK)
-    (order,) = device.take("grouped_linear", home, torch.int64, plan.order_R)
+    order, bounds = device.take("grouped_linear", home, torch.int64, plan.order_R, plan.bounds_E1)
     scale = x if weights_TK is None else device.take("grouped_linear", home, torch.float32, weights_TK)[0]
     (R, K), (E, N, _) = x.shape, w.shape
     y = torch.empty(R, N, dtype=torch.bfloat16, device=home)
@@ -99,7 +91,7 @@ def forward(
     tiles_m = (R + min(E, R) * (tile.m - 1)) // tile.m
     with torch.cuda.device(home):
         grouped_kernel[(tiles_m * triton.cdiv(N, tile.n),)](
-            x, w, y, _offsets(plan, home), scale, order, tiles_m, E, N, K,
+            x, w, y, bounds, scale, order, tiles_m, E, N, K,
             tile.m, tile.n, tile.k, tile.swap, K % tile.k == 0, triton.next_power_of_2(E), weights_TK is not None, 4,
             num_warps=tile.warps, num_stages=tile.stages, **device.STRICT,
         )  # fmt: skip

@@ -1,0 +1,65 @@
+"""The row-wise operators' kernels as compile_all.py wants them: types and constants of launches at real widths."""
+
+from collections.abc import Iterator
+
+from minitransformer.ops.gpu import copy, device, dispatch, embedding, logprob, rms_norm, rope, router, swiglu
+
+FOUND = {name: device.slot(name) for name in device.FAULTS}
+
+
+def _norms() -> Iterator[tuple]:
+    for D in (64, 128, 576, 2048):
+        for residual in (False, True):
+            name, constants = f"rms_norm {D}{' residual' if residual else ''}", (D, 4, residual)
+            yield name, rms_norm.forward_kernel, ("*bf16",) * 5 + ("fp32", "i32!"), constants
+            yield f"{name} dx", rms_norm.dx_kernel, ("*bf16",) * 6 + ("*fp32", "fp32", "i32!"), constants
+            types = ("*bf16", "*bf16", "*bf16", "*fp32", "*bf16", "i32!")
+            yield f"{name} dw", rms_norm.dw_kernel, types, (D, 16, residual)
+    for heads, head in ((32, 128), (9, 64)):
+        types = ("*bf16", "*i64", "*fp32", "*bf16", "*i32", "fp32", "i32!", "i32!")
+        yield f"rope {head}", rope.rope_kernel, types, (heads, head // 2, head // 2, 4096 // head, FOUND["rope"])
+
+
+def _routing() -> Iterator[tuple]:
+    for E, K in ((128, 8), (8, 2), (256, 8)):
+        for norm in (True, False):
+            types = ("*bf16", "*fp32", "*i64", "*i32", "i32!")
+            yield f"router {E} {norm}", router.router_kernel, types, (E, K, norm, E, K, 4, FOUND["router"])
+            types = ("*fp32", "*bf16", "*fp32", "*i64", "*bf16", "i32!")
+            yield f"router {E} {norm} backward", router.backward_kernel, types, (E, K, norm, 4)
+    types = ("*i64", "*i64", "*i64", "*i64", "*i32", "i32!", "i32!")
+    for block in (128, 4096):
+        yield f"plan {block}", dispatch.plan_kernel, types, (8, block, FOUND["dispatch.plan"])
+    for D in (576, 2048):
+        rows, columns = copy.tile(D)
+        for weighted in (False, True):
+            types, constants = ("*bf16", "*i64", "*fp32", "*bf16", "i32!"), (D, 8, weighted, rows // 2, columns)
+            yield f"{'combine_weighted' if weighted else 'combine'} {D}", dispatch.combine_kernel, types, constants
+        types = ("*bf16", "*bf16", "*i64", "*fp32", "*bf16", "*fp32", "i32!")
+        yield f"combine_weighted {D} backward", dispatch.weigh_backward_kernel, types, (D, 8, 4)
+        types = ("*bf16", "*i64", "*bf16", "*i32", "i32!", "i32!")
+        for scatter in (False, True):
+            constants = (D, 8, scatter, rows, columns, FOUND["kv_store"] if scatter else -1)
+            yield f"copy {D} {scatter}", copy.copy_kernel, types, constants
+        types = ("*bf16", "*i64", "*bf16", "*fp32", "i32!")
+        yield f"copy_amax {D}", copy.copy_amax_kernel, types, (D, 8, rows, columns)
+        types = ("*bf16", "*i64", "*i64", "*bf16", "i32!", "i32!")
+        yield f"embedding {D} backward", embedding.backward_kernel, types, (D, 512)
+
+
+def _rest() -> Iterator[tuple]:
+    yield "swiglu", swiglu.swiglu_kernel, ("*bf16", "*bf16", "i32!", "i32"), (8, 256)
+    yield "swiglu amax", swiglu.amax_kernel, ("*fp32", "*bf16", "*fp32", "i32!", "i32"), (4, 256)
+    for kind in ("*bf16", "*fp32"):
+        yield f"swiglu {kind} backward", swiglu.backward_kernel, ("*bf16", kind, "*bf16", "i32!", "i32"), (8, 256)
+    types = ("*fp32", "*i64", "*fp32", "*fp32", "*i32", "fp32", "i32!")
+    yield "logprob", logprob.logprob_kernel, types, (2048, 8, FOUND["logprob"])
+    types = ("*fp32", "*fp32", "*i64", "*fp32", "*fp32", "fp32", "i32!")
+    yield "logprob backward", logprob.backward_kernel, types, (1024,)
+
+
+def rows() -> Iterator[tuple]:
+    """(name, kernel, types, constants)."""
+    yield from _norms()
+    yield from _routing()
+    yield from _rest()

@@ -1,0 +1,141 @@
+"""rms_norm/1 on Hopper, forward and backward (ops/rms_norm.py has the spec): a row is read in chunks of 128 lanes."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minitransformer.ops.gpu import device
+from minitransformer.ops.gpu.scalar import LANES, div, lane_tree
+from minitransformer.ops.gpu.tiles import to_bf16
+
+
+@triton.jit
+def _load(x_ptr, residual_ptr, at, inside, RESIDUAL: tl.constexpr):
+    """x, or the unrounded sum with the residual, FP32."""
+    v = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        v = v + tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    return v
+
+
+@triton.jit
+def _inverse(x_ptr, residual_ptr, row, valid, eps, D: tl.constexpr, ROWS: tl.constexpr, RESIDUAL: tl.constexpr):
+    """1 / rms of ROWS rows [ROWS, 1]."""
+    lane = tl.arange(0, LANES)[None, :]
+    lanes = tl.zeros((ROWS, LANES), tl.float32)
+    for d0 in tl.static_range(0, D, LANES):
+        inside = valid & (d0 + lane < D)
+        v = _load(x_ptr, residual_ptr, row * D + d0 + lane, inside, RESIDUAL)
+        lanes += v * v
+    mean = div(lane_tree(lanes, ROWS), tl.full((ROWS,), D, tl.float32))
+    return div(tl.full((ROWS,), 1.0, tl.float32), tl.math.sqrt_rn(mean + eps))[:, None]
+
+
+@triton.jit(do_not_specialize=["T"])
+def forward_kernel(
+    x_ptr, residual_ptr, w_ptr, y_ptr, new_ptr, eps, T,
+    D: tl.constexpr, ROWS: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows a program; x, residual, y, new residual [T, D], w [D] BF16."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    lane, valid = tl.arange(0, LANES)[None, :], row < T
+    inverse = _inverse(x_ptr, residual_ptr, row, valid, eps, D, ROWS, RESIDUAL)
+    for d0 in tl.static_range(0, D, LANES):  # a second read, from the cache
+        at, inside = row * D + d0 + lane, valid & (d0 + lane < D)
+        v = _load(x_ptr, residual_ptr, at, inside, RESIDUAL)
+        w = tl.load(w_ptr + d0 + lane, mask=d0 + lane < D, other=0.0).to(tl.float32)
+        tl.store(y_ptr + at, to_bf16((v * inverse) * w), mask=inside)
+        if RESIDUAL:
+            tl.store(new_ptr + at, to_bf16(v), mask=inside)
+
+
+@triton.jit(do_not_specialize=["T"])
+def dx_kernel(
+    dy_ptr, dr_ptr, x_ptr, residual_ptr, w_ptr, dx_ptr, inverse_ptr, eps, T,
+    D: tl.constexpr, ROWS: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    lane, valid = tl.arange(0, LANES)[None, :], row < T
+    inverse = _inverse(x_ptr, residual_ptr, row, valid, eps, D, ROWS, RESIDUAL)
+    tl.store(inverse_ptr + row, inverse, mask=valid)
+    lanes = tl.zeros((ROWS, LANES), tl.float32)
+    for d0 in tl.static_range(0, D, LANES):
+        at, inside = row * D + d0 + lane, valid & (d0 + lane < D)
+        v = _load(x_ptr, residual_ptr, at, inside, RESIDUAL)
+        w = tl.load(w_ptr + d0 + lane, mask=d0 + lane < D, other=0.0).to(tl.float32)
+        g = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32) * w
+        # Lanes past the end of a row add nothing, not even to a -0.
+        lanes = tl.where(inside, lanes + g * (v * inverse), lanes)
+    c = div(lane_tree(lanes, ROWS), tl.full((ROWS,), D, tl.float32))[:, None]
+    for d0 in tl.static_range(0, D, LANES):
+        at, inside = row * D + d0 + lane, valid & (d0 + lane < D)
+        v = _load(x_ptr, residual_ptr, at, inside, RESIDUAL)
+        w = tl.load(w_ptr + d0 + lane, mask=d0 + lane < D, other=0.0).to(tl.float32)
+        g = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32) * w
+        dv = inverse * (g - (v * inverse) * c)
+        if RESIDUAL:
+            dv = dv + tl.load(dr_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + at, to_bf16(dv), mask=inside)
+
+
+@triton.jit(do_not_specialize=["T"])
+def dw_kernel(
+    dy_ptr, x_ptr, residual_ptr, inverse_ptr, dw_ptr, T,
+    D: tl.constexpr, COLUMNS: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """COLUMNS columns a program; row t belongs to lane t mod 128 of its column. Tiles stand as [columns, lanes]."""
+    d = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[:, None]
+    lane = tl.arange(0, LANES)[None, :]
+    lanes = tl.zeros((COLUMNS, LANES), tl.float32)
+    for t0 in range(0, T, LANES):
+        t = (t0 + lane).to(tl.int64)
+        inside = (t < T) & (d < D)
+        v = _load(x_ptr, residual_ptr, t * D + d, inside, RESIDUAL)
+        dy = tl.load(dy_ptr + t * D + d, mask=inside, other=0.0).to(tl.float32)
+        inverse = tl.load(inverse_ptr + t, mask=t < T, other=0.0)
+        lanes = tl.where(inside, lanes + dy * (v * inverse), lanes)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    tl.store(dw_ptr + column, to_bf16(lane_tree(lanes, COLUMNS)), mask=column < D)
+
+
+def rows_of(T: int) -> int:
+    """Rows a program: two a warp when there are enough to fill the machine."""
+    return 8 if T >= 2048 else 4
+
+
+def forward(x: Tensor, residual: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
+    home, D = x.device, x.shape[-1]
+    rows, w = device.take("rms_norm", home, torch.bfloat16, x, weight_D)
+    (old,) = (rows,) if residual is None else device.take("rms_norm", home, torch.bfloat16, residual)
+    y = torch.empty_like(rows)
+    new = None if residual is None else torch.empty_like(rows)
+    T = y.numel() // max(1, D)
+    if T:
+        block = rows_of(T)
+        with torch.cuda.device(home):
+            forward_kernel[(triton.cdiv(T, block),)](
+                rows, old, w, y, y if new is None else new, eps, T, D, block, residual is not None,
+                num_warps=4, **device.ROWS,
+            )  # fmt: skip
+    return y, new
+
+
+def backward(dy, dr, x, residual, weight_D, eps, need_dw=True) -> tuple[Tensor, Tensor | None]:
+    home, D = x.device, x.shape[-1]
+    dy, x, w = device.take("rms_norm", home, torch.bfloat16, dy, x, weight_D)
+    with_residual = residual is not None
+    dr, old = device.take("rms_norm", home, torch.bfloat16, dr, residual) if with_residual else (dy, x)
+    dx, dw = torch.empty_like(x), torch.zeros_like(w)
+    T = dx.numel() // max(1, D)
+    if T:
+        block, inverse = rows_of(T), torch.empty(T, dtype=torch.float32, device=home)
+        with torch.cuda.device(home):
+            dx_kernel[(triton.cdiv(T, block),)](
+                dy, dr, x, old, w, dx, inverse, eps, T, D, block, with_residual, num_warps=4, **device.ROWS
+            )
+            if need_dw:
+                dw_kernel[(triton.cdiv(D, 16),)](
+                    dy, x, old, inverse, dw, T, D, 16, with_residual, num_warps=4, **device.ROWS
+                )
+    return dx, dw if need_dw else None
