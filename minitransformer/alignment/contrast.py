@@ -1,5 +1,6 @@
 """What ordinary execution does: the same tokens scored by transformers in BF16. transformers is optional."""
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ def score_with_transformers(
         import transformers
     except ImportError as error:
         raise NotRun("transformers is not installed (pip install 'minitransformer[oracle]')") from error
+    if _is_nvfp4(checkpoint):
+        raise NotRun("transformers does not read NVFP4; align the BF16 checkpoint")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -35,6 +38,11 @@ def score_with_transformers(
         ]
     except Exception as error:  # another project's code: whatever it raises, the alignment itself is not touched
         raise NotRun(f"transformers raised {type(error).__name__}: {str(error).splitlines()[0][:120]}") from error
+
+
+def _is_nvfp4(checkpoint: str | Path) -> bool:
+    config = json.loads((Path(checkpoint) / "config.json").read_text(encoding="utf-8"))
+    return bool(config.get("quantization_config")) or (Path(checkpoint) / "hf_quant_config.json").exists()
 
 
 def _score(model: torch.nn.Module, ids_T: Tensor, start: int, temperature: float) -> Tensor:
