@@ -22,6 +22,7 @@ class Batch:
     store_rows_T            int64 [T]: row of the store that takes token t's own key and value
     logit_rows_L            int64 [L]: rows of T whose logits are wanted; None means all
     request_ids             S: names of the sequences in traces
+    num_store_rows          rows that the store must have at least
     """
 
     ids_T: Tensor
@@ -32,6 +33,7 @@ class Batch:
     store_rows_T: Tensor
     logit_rows_L: Tensor | None
     request_ids: tuple[int, ...]
+    num_store_rows: int
 
     @property
     def num_sequences(self) -> int:
@@ -45,8 +47,9 @@ class Batch:
 
     @classmethod
     def packed(cls, sequences: Sequence[Sequence[int]], request_ids: Sequence[int] | None = None) -> "Batch":
-        """Whole sequences from position 0; keys and values are the batch's own."""
+        """Whole sequences from position 0; keys and values are the batch's own. ValueError on an empty sequence."""
         lengths = [len(s) for s in sequences]
+        _refuse_empty(lengths)
         starts = _bounds(lengths)
         rows = torch.full((len(lengths), max(lengths)), -1, dtype=torch.int64)
         for s, n in enumerate(lengths):
@@ -60,6 +63,7 @@ class Batch:
             store_rows_T=torch.arange(starts[-1]),
             logit_rows_L=None,
             request_ids=tuple(range(len(lengths)) if request_ids is None else request_ids),
+            num_store_rows=starts[-1],
         )
 
     @classmethod
@@ -74,6 +78,7 @@ class Batch:
     ) -> "Batch":
         """New tokens new_ids[s] at positions starts[s].. of sequences whose keys live in pages page_tables[s]."""
         lengths = [len(ids) for ids in new_ids]
+        _refuse_empty(lengths)
         kv_lens = [start + n for start, n in zip(starts, lengths, strict=True)]
         rows = torch.full((len(lengths), max(kv_lens)), -1, dtype=torch.int64)
         for s, kv_len in enumerate(kv_lens):
@@ -88,7 +93,13 @@ class Batch:
             store_rows_T=torch.cat([rows[s, a:b] for s, (a, b) in enumerate(zip(starts, kv_lens, strict=True))]),
             logit_rows_L=None if logit_rows is None else torch.tensor(logit_rows, dtype=torch.int64),
             request_ids=tuple(range(len(lengths)) if request_ids is None else request_ids),
+            num_store_rows=int(rows.max()) + 1,
         )
+
+
+def _refuse_empty(lengths: Sequence[int]) -> None:
+    if not lengths or 0 in lengths:
+        raise ValueError("Batch: a batch has at least one sequence, and every sequence at least one token")
 
 
 def _bounds(lengths: Sequence[int]) -> tuple[int, ...]:

@@ -90,6 +90,14 @@ def check_non_finite(tmp_path) -> None:
         refused_load(write(tmp_path, hf_config(), tensors), f"{DOWN}[5, 2]", "not a finite BF16 number")
 
 
+def test_an_fp32_router_among_bf16_weights_is_not_rounded_in_silence(tmp_path):
+    key, tensors = "model.layers.2.mlp.gate.weight", hf_tensors(hf_config())
+    tensors[key] = tensors[key].float()
+    Qwen3MoeForCausalLM.from_pretrained(write(tmp_path / "exact", hf_config(), tensors))  # FP32 in name only
+    tensors[key][1, 2] += 2.0**-20
+    refused_load(write(tmp_path / "finer", hf_config(), tensors), key, "FP32 router")
+
+
 def test_non_finite_weight_is_named_with_its_place(tmp_path):
     check_non_finite(tmp_path)  # 3.4e38 is finite in FP32 but rounds to infinity
 

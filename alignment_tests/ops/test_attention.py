@@ -154,6 +154,14 @@ def test_no_gradient_through_pages():
         out.sum().backward()
 
 
+def test_refuses_fewer_rows_than_the_batch_reads():
+    q, k, v = qkv(5)
+    batch = Batch.packed([[0] * 5])
+    for args in ((q[:3], k, v), (q, k[:3], v[:3]), (q[0], k, v), (q, k[:, 0], v[:, 0])):
+        with pytest.raises(ValueError, match="attention: "):
+            attention(*args, batch)
+
+
 def test_refuses_shapes():
     q, k, v = qkv(4, heads=3, kv_heads=2)
     with pytest.raises(ValueError, match="multiple"):

@@ -14,7 +14,8 @@ neighbours. head h of N reads key/value head h // (N / G). Per query row, with s
     m  = m'
     o  = bf16(acc / l)                                                 IEEE divide
 
-A tile that is masked whole changes nothing. The key range is never split. K and V must be finite.
+A tile that is masked whole changes nothing. The key range is never split. K and V must be finite, which is not checked
+here: 0 * infinity in the masked part of a tile is NaN, and the router refuses the rows that follow.
 The same as a plain Triton kernel on an H200 for any BLOCK_M (known answer: alignment_tests/goldens).
 
 Backward (packed batches), from the saved m and l; u = FP32(H^-0.5):
@@ -246,6 +247,12 @@ def attention(q_TNH: Tensor, k_RGH: Tensor, v_RGH: Tensor, batch: Batch) -> Tens
     batch.key_rows_SL maps positions to rows of the store: the batch's own rows (learner) or pages (sampler).
     Raises ValueError on shapes that do not fit, TypeError on dtypes, UnsupportedDevice off the CPU.
     """
+    if q_TNH.dim() != 3 or k_RGH.dim() != 3 or q_TNH.shape[0] != batch.cu_seqlens[-1]:
+        raise ValueError(
+            f"attention: q is {tuple(q_TNH.shape)}, k {tuple(k_RGH.shape)}; the batch has {batch.cu_seqlens[-1]} tokens"
+        )
+    if k_RGH.shape[0] < batch.num_store_rows:
+        raise ValueError(f"attention: the batch reads {batch.num_store_rows} rows, the store has {k_RGH.shape[0]}")
     heads, width, kv_heads = q_TNH.shape[1], q_TNH.shape[2], k_RGH.shape[1]
     if heads % kv_heads or width % STEP or k_RGH.shape != v_RGH.shape or k_RGH.shape[2] != width:
         raise ValueError(

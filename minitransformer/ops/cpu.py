@@ -9,6 +9,8 @@ import torch
 
 from minitransformer.errors import UnsupportedDevice
 
+_SMALLEST, _ONE = 5e-324, 1.0  # their product tells whether the processor flushes subnormals in this thread
+
 
 def on_cpu(op: str, *tensors: torch.Tensor) -> None:
     """Raises UnsupportedDevice unless every tensor is on the CPU, naming the op and the device."""
@@ -49,6 +51,8 @@ def parallel(kernel: Callable, n: int, *args, grain: int = 1) -> None:
     Every index is computed whole by one thread, so the number of threads cannot move a bit.
     grain: the least number of indices worth a thread.
     """
+    if _SMALLEST * _ONE == 0:
+        raise RuntimeError("subnormals are flushed to zero here, which moves bits: torch.set_flush_denormal(False)")
     threads = max(1, min(torch.get_num_threads(), n // max(1, grain)))
     if threads == 1:
         kernel(0, n, *args)

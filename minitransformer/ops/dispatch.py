@@ -167,7 +167,8 @@ def gather_amax_forward(x_TD: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         return gpu.dispatch.gather_amax(x_TD, plan)
     cpu.on_cpu("dispatch.gather_amax", x_TD)
     order = cpu.i64(plan.order_R)
-    out, amax = torch.empty(order.size, x_TD.shape[1], dtype=torch.bfloat16), torch.empty(order.size)
+    out = torch.empty(order.size, x_TD.shape[1], dtype=torch.bfloat16)
+    amax = torch.empty(order.size, dtype=torch.float32)
     args = cpu.bf16_bits(x_TD), order, plan.rows_TK.shape[1], cpu.bf16_bits(out), amax.numpy()
     cpu.parallel(_gather_amax, order.size, *args, grain=16)
     return out, amax
@@ -189,7 +190,7 @@ def combine_weighted_backward(dy_TD: Tensor, y_RD: Tensor, plan: Plan, weights_T
     """dY [T, D] BF16 -> (dy_R [R, D] BF16, dweights [T, K] FP32)."""
     if dy_TD.is_cuda:
         return gpu.dispatch.combine_weighted_backward(dy_TD, y_RD, plan, weights_TK)
-    dy_RD, dw_TK = torch.empty(y_RD.shape, dtype=torch.bfloat16), torch.empty(weights_TK.shape)
+    dy_RD, dw_TK = torch.empty(y_RD.shape, dtype=torch.bfloat16), torch.empty(weights_TK.shape, dtype=torch.float32)
     rows, weights = cpu.i64(plan.rows_TK), cpu.f32(weights_TK)
     args = cpu.bf16_bits(dy_TD), cpu.bf16_bits(y_RD), rows, weights, cpu.bf16_bits(dy_RD), dw_TK.numpy()
     cpu.parallel(_weigh_backward, rows.shape[0], *args, grain=16)

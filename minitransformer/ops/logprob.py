@@ -78,7 +78,7 @@ def forward(logits_TV: Tensor, ids_T: Tensor, temperature: float) -> tuple[Tenso
         return gpu.logprob.forward(logits_TV, ids_T, temperature)
     cpu.on_cpu("logprob", logits_TV, ids_T)
     ids = check_ids("logprob", ids_T, logits_TV.shape[1])
-    out, max_sum = torch.empty(ids.size), torch.empty(ids.size, 2)
+    out, max_sum = torch.empty(ids.size, dtype=torch.float32), torch.empty(ids.size, 2, dtype=torch.float32)
     args = cpu.f32(logits_TV), ids, np.float32(temperature), out.numpy(), max_sum.numpy()
     cpu.parallel(_forward_cpu, ids.size, *args)
     # An infinite maximum or a NaN anywhere in the row makes S NaN.
@@ -104,7 +104,7 @@ def backward(dout_T: Tensor, logits_TV: Tensor, ids_T: Tensor, temperature: floa
     """d of the log-probs FP32 [T] -> dlogits FP32 [T, V]."""
     if dout_T.is_cuda:
         return gpu.logprob.backward(dout_T, logits_TV, ids_T, temperature, max_sum_T2)
-    dlogits = torch.empty(logits_TV.shape)
+    dlogits = torch.empty(logits_TV.shape, dtype=torch.float32)
     args = cpu.f32(logits_TV), cpu.i64(ids_T), np.float32(temperature), cpu.f32(max_sum_T2), dlogits.numpy()
     cpu.parallel(_backward_cpu, dlogits.shape[0], cpu.f32(dout_T), *args)
     return dlogits

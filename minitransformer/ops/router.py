@@ -76,7 +76,7 @@ def forward(logits_TE: Tensor, top_k: int, norm_topk_prob: bool) -> tuple[Tensor
         return gpu.router.forward(logits_TE, top_k, norm_topk_prob)
     cpu.on_cpu("router", logits_TE)
     T = logits_TE.shape[0]
-    weights, ids = torch.empty(T, top_k), torch.empty(T, top_k, dtype=torch.int64)
+    weights, ids = torch.empty(T, top_k, dtype=torch.float32), torch.empty(T, top_k, dtype=torch.int64)
     bad = np.zeros(T, np.bool_)
     cpu.parallel(_forward_cpu, T, cpu.bf16_bits(logits_TE), norm_topk_prob, weights.numpy(), ids.numpy(), bad, grain=8)
     if bad.any():

@@ -65,7 +65,8 @@ def forward_amax(gate_up_R2F: Tensor) -> tuple[Tensor, Tensor]:
         return gpu.swiglu.forward_amax(gate_up_R2F)
     cpu.on_cpu("swiglu_amax", gate_up_R2F)
     x = cpu.f32(gate_up_R2F)
-    out, amax = torch.empty(x.shape[0], x.shape[1] // 2, dtype=torch.bfloat16), torch.empty(x.shape[0])
+    out = torch.empty(x.shape[0], x.shape[1] // 2, dtype=torch.bfloat16)
+    amax = torch.empty(x.shape[0], dtype=torch.float32)
     cpu.parallel(_forward_amax_cpu, x.shape[0], x, cpu.bf16_bits(out), amax.numpy(), grain=8)
     return out, amax
 

@@ -31,6 +31,7 @@ from minitransformer.checkpoint_files import (
     write_json,
     write_sharded,
 )
+from minitransformer.alignment.ulp import bits
 from minitransformer.errors import InputError
 from minitransformer.models.qwen3_moe.config import Qwen3MoeConfig
 from minitransformer.models.qwen3_moe.layout import EMBEDDING, HEAD, Piece, parameter_shapes, piece_shape, pieces
@@ -165,7 +166,7 @@ def open_tensors(
     _compare(files, expected, config)
     if fused:
         _refuse_undeclared_layout(directory, config, hf)
-    if config.tie_word_embeddings and HEAD in files.files and not _same_bits(files[HEAD], files[EMBEDDING]):
+    if config.tie_word_embeddings and HEAD in files.files and not torch.equal(bits(files[HEAD]), bits(files[EMBEDDING])):
         raise InputError(
             f"{directory}: config.json ties the embeddings, but {HEAD} and {EMBEDDING} differ; set "
             f"tie_word_embeddings to false or remove {HEAD}"
@@ -205,11 +206,6 @@ def _refuse_undeclared_layout(directory: str | os.PathLike, config: Qwen3MoeConf
         )
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    integer = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
-    return a.dtype == b.dtype and torch.equal(a.view(integer[a.dtype]), b.view(integer[b.dtype]))
-
-
 @torch.no_grad()
 def _fill_all(parameters: dict[str, Tensor], checkpoint: Checkpoint) -> None:
     for name, parts in checkpoint.plan.items():
@@ -223,6 +219,11 @@ def _fill(parameter: Tensor, parts: list[Piece], files: TensorFiles) -> None:
         stored = files[piece.key]
         value = stored.to(torch.bfloat16)  # FP32: rounded here, once, to nearest even
         _refuse_non_finite(f"{files.directory}/{files.files[piece.key]}: {piece.key}", stored, value)
+        if piece.key.endswith("mlp.gate.weight") and "BF16" in files.dtypes.values() and (value != stored).any():
+            raise InputError(
+                f"{files.directory}/{files.files[piece.key]}: {piece.key} is an FP32 router in a BF16 checkpoint and "
+                "would be rounded here; store it in BF16 if that is meant"
+            )
         parameter[piece.index].copy_(value)
         covered += value.numel()
     # The pieces of a parameter are ascending and disjoint by construction, so the count proves that none is left out.
