@@ -8,7 +8,7 @@ Experts come per expert (`experts.{e}.gate_proj.weight`) or fused as transformer
 (`experts.gate_up_proj` [E, 2F, D], gate rows first; `experts.down_proj` [E, D, F]). Where D = 2F or D = F the shape
 cannot show a transposed fused tensor; it is then accepted only if config.json declares its writer, transformers_version
 5 or later, whose model defines these keys and their orientation. BF16 is kept bit for bit; FP32 is rounded once, to the
-nearest BF16, ties to even; other types are refused.
+nearest BF16, ties to even (but an FP32 router beside BF16 weights is refused); so are other types.
 """
 
 import math
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from minitransformer.alignment.ulp import differing
 from minitransformer.checkpoint_files import (
     INDEX,
     SINGLE,
@@ -31,7 +32,6 @@ from minitransformer.checkpoint_files import (
     write_json,
     write_sharded,
 )
-from minitransformer.alignment.ulp import bits
 from minitransformer.errors import InputError
 from minitransformer.models.qwen3_moe.config import Qwen3MoeConfig
 from minitransformer.models.qwen3_moe.layout import EMBEDDING, HEAD, Piece, parameter_shapes, piece_shape, pieces
@@ -39,13 +39,8 @@ from minitransformer.tokenizer import TOKENIZER_FILES, load_tokenizer
 
 # Every file that a save may write; a directory that holds others is never replaced.
 CHECKPOINT_FILES = (
-    "config.json",
-    "generation_config.json",
-    SINGLE,
-    "model-*-of-*.safetensors",
-    INDEX,
-    *TOKENIZER_FILES,
-)
+    "config.json", "generation_config.json", SINGLE, "model-*-of-*.safetensors", INDEX, *TOKENIZER_FILES,
+)  # fmt: skip
 
 
 def read_config(directory: str | os.PathLike, quantised: bool = False) -> tuple[Qwen3MoeConfig, Mapping[str, Any]]:
@@ -166,7 +161,8 @@ def open_tensors(
     _compare(files, expected, config)
     if fused:
         _refuse_undeclared_layout(directory, config, hf)
-    if config.tie_word_embeddings and HEAD in files.files and not torch.equal(bits(files[HEAD]), bits(files[EMBEDDING])):
+    tied = config.tie_word_embeddings and HEAD in files.files
+    if tied and (files[HEAD].dtype != files[EMBEDDING].dtype or differing(files[HEAD], files[EMBEDDING]).any()):
         raise InputError(
             f"{directory}: config.json ties the embeddings, but {HEAD} and {EMBEDDING} differ; set "
             f"tie_word_embeddings to false or remove {HEAD}"
