@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from minitransformer.ops.gpu import copy, device, dispatch, embedding, logprob, rms_norm, rope, router, swiglu
+from minitransformer.ops.gpu import copy, device, dispatch, embedding, logprob, rms_norm, rope, router, sample, swiglu
 
 FOUND = {name: device.slot(name) for name in device.FAULTS}
 
@@ -52,10 +52,12 @@ def _rest() -> Iterator[tuple]:
     yield "swiglu amax", swiglu.amax_kernel, ("*fp32", "*bf16", "*fp32", "i32!", "i32"), (4, 256)
     for kind in ("*bf16", "*fp32"):
         yield f"swiglu {kind} backward", swiglu.backward_kernel, ("*bf16", kind, "*bf16", "i32!", "i32"), (8, 256)
-    types = ("*fp32", "*i64", "*fp32", "*fp32", "*i32", "fp32", "i32!")
+    types = ("*fp32", "*i64", "*fp32", "*fp32", "*i32", "fp32", "i32")
     yield "logprob", logprob.logprob_kernel, types, (2048, 8, FOUND["logprob"])
-    types = ("*fp32", "*fp32", "*i64", "*fp32", "*fp32", "fp32", "i32!")
+    types = ("*fp32", "*fp32", "*i64", "*fp32", "*fp32", "fp32", "i32")
     yield "logprob backward", logprob.backward_kernel, types, (1024,)
+    yield "sample scores", sample.scores_kernel, ("*fp32", "*i64", "*fp64", "fp32", "i32!"), (256,)
+    yield "sample keys", sample.keys_kernel, ("*fp32", "*i64", "*i64", "fp32", "fp32", "i32!"), (1024,)
 
 
 def rows() -> Iterator[tuple]:

@@ -1,13 +1,13 @@
 """The law of the GPU: every Triton kernel gives the CPU reference's bits, for every schedule it may run with."""
 
 import itertools
-import os
 
 import pytest
 import torch
 
 from alignment_tests import inputs
 from alignment_tests.bits import assert_bits_equal
+from alignment_tests.gpu.values import BF16, VALUES, agree
 from minitransformer.batch import Batch
 from minitransformer.ops import attention, dispatch, gpu, grouped_linear, linear
 
@@ -15,50 +15,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing to compare with the CPU"),
 ]
-BF16, FP32 = torch.bfloat16, torch.float32
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _settings():
-    """All cores for the CPU reference (bits do not depend on it), and NaN in every output before a kernel writes it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(os.cpu_count() or 1)
-    torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(threads)
-
-
-def agree(got, want, what: str) -> None:
-    """Bits of CUDA tensors against CPU tensors; a failure says how many, how far in ulp, and the first five."""
-    for name, a, b in zip(("", " m", " l"), got, want, strict=False):
-        assert_bits_equal(a.cpu(), b, what + name)
-
-
-def exponents(seed: int, low: int, high: int, *shape: int) -> torch.Tensor:
-    """BF16 of random sign and mantissa, exponent field low .. high - 1 (0: subnormals and zero, 255: infinity, NaN)."""
-    h = inputs.integers(seed, 1 << 40, *shape)
-    bits = (h & 0x807F) | ((low + (h >> 16) % (high - low)) << 7)
-    return (bits - ((bits & 0x8000) << 1)).short().view(BF16)
-
-
-def specials(seed: int, *shape: int) -> torch.Tensor:
-    """Normal values with an infinity, a NaN or a zero in about one of 500 places."""
-    x, h = inputs.bf16(seed, *shape), inputs.integers(seed + 1, 2000, *shape)
-    for place, value in enumerate((float("inf"), float("-inf"), float("nan"), -0.0)):
-        x = torch.where(h == place, torch.tensor(value, dtype=BF16), x)
-    return x
-
-
-# Zeros, cancellation, subnormals, overflow, and what IEEE says of infinity and NaN.
-VALUES = {
-    "normal": lambda seed, *shape: inputs.bf16(seed, *shape),
-    "wide": lambda seed, *shape: exponents(seed, 90, 165, *shape),
-    "tiny": lambda seed, *shape: exponents(seed, 0, 64, *shape),
-    "finite": lambda seed, *shape: exponents(seed, 0, 255, *shape),
-    "special": specials,
-    "few values": lambda seed, *shape: (inputs.integers(seed, 5, *shape) - 2).to(BF16),
-}
+FP32 = torch.float32
 
 
 @pytest.mark.parametrize("out_dtype", [BF16, FP32], ids=str)

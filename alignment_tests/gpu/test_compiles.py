@@ -26,6 +26,8 @@ ROWS = {
     "rms_norm": {"div.rn.f32", "sqrt.rn.f32"}, "rope": set(), "router": EXP, "plan": set(), "combine": set(),
     "combine_weighted": {"fma.rn.f32"}, "copy": set(), "copy_amax": set(), "embedding": set(), "swiglu": EXP,
     "logprob": EXP | {"cvt.rn.f32"},
+    "sample": EXP | {f"{op}.rn.f64" for op in ("add", "sub", "mul", "fma", "div", "cvt")} 
+    | {"cvt.f64.f32", "cvt.rzi.s64.f32"},
 }  # fmt: skip
 
 

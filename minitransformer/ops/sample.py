@@ -27,7 +27,7 @@ import numpy as np
 from torch import Tensor
 
 from minitransformer.errors import InputError
-from minitransformer.ops import cpu
+from minitransformer.ops import cpu, gpu
 from minitransformer.ops.jit import jit
 from minitransformer.ops.logprob import row_max
 from minitransformer.ops.rounding import LANES, LOG2E, bits_of_f32, exp2_32, log_64
@@ -128,8 +128,10 @@ def sample(
     position: of the token that is drawn, absolute in its sequence. temperature 0 is greedy; top_k 0 and top_p 1 keep
     every token. Raises InputError on options or logits that the spec refuses, TypeError, ValueError, UnsupportedDevice.
     """
-    cpu.on_cpu("sample", logits_V)  # the Triton kernel will branch here
     check_options(temperature, top_k, top_p)
+    if logits_V.is_cuda:
+        return gpu.sample.sample(logits_V, seed, position, temperature, top_k, top_p)
+    cpu.on_cpu("sample", logits_V)
     logits = cpu.f32(logits_V)
     if logits.ndim != 1 or logits.size == 0:
         raise ValueError(f"sample: logits are {logits.shape}, expected [V]")

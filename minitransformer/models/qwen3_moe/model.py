@@ -4,6 +4,9 @@ T tokens of the batch, D hidden, N query heads, G key/value heads, H head size, 
 R = T * K routed rows in dispatch order, F expert hidden, V vocabulary, L rows whose logits are wanted.
 
 The learner calls model(batch), the sampler model(batch, cache). State is passed, never looked up.
+
+Backward: a tensor that two operators read (a residual, the norm before router and gather, tied embeddings) gets the sum
+of two BF16 gradients, bf16(fl(a + b)), which commutes; everything else is in the operators' specs.
 """
 
 import os
@@ -170,6 +173,7 @@ class Qwen3MoeForCausalLM(nn.Module):
         self.rope_table = rope_table(
             config.head_dim, config.rope_theta, config.max_positions, frequencies, magnitude
         )
+        self._tables: dict[torch.device, Tensor] = {}
 
     def forward(self, batch: Batch, cache=None, trace=None, recompute: bool = False) -> Tensor:
         """Logits [L, V] FP32 of the batch's rows (all of them unless batch.logit_rows_L is set).
@@ -177,12 +181,12 @@ class Qwen3MoeForCausalLM(nn.Module):
         cache: sampler.cache.KVCache, or None to attend within the batch. trace: alignment.trace.Trace or None.
         recompute: keep only each layer's input for the backward pass and run the layer again there; the same bits.
         """
-        note = trace.bind(batch) if trace is not None else no_trace
+        note, table = trace.bind(batch) if trace is not None else no_trace, self._table()
         x_TD, residual_TD = embedding(batch.ids_T, self.embed_tokens.weight), None
         note("embedding", x_TD)
         for i, layer in enumerate(self.layers):
             store = None if cache is None else (cache.k[i], cache.v[i])
-            args = (x_TD, residual_TD, batch, self.rope_table, store, note)
+            args = (x_TD, residual_TD, batch, table, store, note)
             x_TD, residual_TD = checkpoint(layer, *args, use_reentrant=False) if recompute else layer(*args)
         h_TD, _ = rms_norm_residual(x_TD, residual_TD, self.norm.weight, self.config.rms_eps)
         note("final_norm", h_TD)
@@ -208,6 +212,14 @@ class Qwen3MoeForCausalLM(nn.Module):
         for i, mlp in sparse.items():
             mlp.set_recipe(recipe.for_layer(i))
         self.recipe = recipe
+
+    def _table(self) -> Tensor:
+        """The rope table beside the weights: module.to() does not move a plain attribute."""
+        if self.device == self.rope_table.device:
+            return self.rope_table
+        if self.device not in self._tables:
+            self._tables[self.device] = self.rope_table.to(self.device)
+        return self._tables[self.device]
 
     @property
     def device(self) -> torch.device:

@@ -9,7 +9,7 @@ from minitransformer.ops.gpu import device
 from minitransformer.ops.gpu.scalar import LANES, LOG2E, div, exp2_32, lane_tree, log_32
 
 
-@triton.jit(do_not_specialize=["V"])
+@triton.jit
 def logprob_kernel(
     logits_ptr, ids_ptr, out_ptr, max_sum_ptr, faults_ptr, temperature, V,
     WIDE: tl.constexpr, UNROLL: tl.constexpr, SLOT: tl.constexpr,
@@ -45,7 +45,7 @@ def logprob_kernel(
         tl.atomic_min(faults_ptr + SLOT, t)
 
 
-@triton.jit(do_not_specialize=["V"])
+@triton.jit
 def backward_kernel(dout_ptr, logits_ptr, ids_ptr, max_sum_ptr, dlogits_ptr, temperature, V, WIDE: tl.constexpr):
     t = tl.program_id(0)
     v = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
