@@ -77,7 +77,7 @@ test-all: lint docs-check $(VENV)/.smollm2
 	@printf '%s\n' '-- pytest'; $(PY) -m pytest -m "not gpu"
 
 test-gpu: $(VENV)/.installed
-	@$(PY) -m pytest -m gpu alignment_tests/gpu
+	@$(PY) -m pytest -m gpu --tb=short -W ignore alignment_tests/gpu
 
 bench: $(VENV)/.installed
 	@for file in benchmarks/*.py; do echo "-- $$file"; $(PY) "$$file"; done

@@ -2,7 +2,8 @@
 
 Bits come first: every row says how many sampled outputs differ from the CPU reference (wrong, to be 0), and how many of
 the library's outputs differ from ours (torch bits; a split K shows here). A ratio is the library's time over ours, so
-1.00 is as fast. `best` is the fastest schedule that has the bits, whatever the kernel's own choice was.
+1.00 is as fast; the row-wise operators stand against a device-to-device copy of the same bytes. `best` is the fastest
+schedule that has the bits, whatever the kernel's own choice was.
 """
 
 import argparse
@@ -30,7 +31,7 @@ def line(row: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ops", nargs="+", default=["dense", "grouped", "prefill", "decode"])
+    parser.add_argument("--ops", nargs="+", default=["dense", "grouped", "prefill", "decode", "rows"])
     parser.add_argument("--out", type=Path, help="folder for gpu_ops.jsonl, every schedule's time")
     parser.add_argument("--seconds", type=float, default=420, help="no new row is begun after this many seconds")
     args = parser.parse_args()
@@ -39,6 +40,7 @@ def main() -> None:
         return
     import triton
     from gpu_bench import attend, products
+    from gpu_bench import rows as row_ops
     from gpu_bench.timing import geometric_mean
 
     torch.manual_seed(0)
@@ -46,6 +48,7 @@ def main() -> None:
     machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}"
     print(f"{machine}, Python {platform.python_version()}")
     sources = {"dense": products.dense, "grouped": products.grouped, "prefill": attend.prefill, "decode": attend.decode}
+    sources["rows"] = row_ops.rows
     begin, rows = time.monotonic(), []
     for op in args.ops:
         print(f"-- {op}")
@@ -58,7 +61,7 @@ def main() -> None:
             if time.monotonic() - begin > args.seconds:
                 print(f"out of time after {time.monotonic() - begin:.0f} s")
                 break
-    for op in args.ops:
+    for op in dict.fromkeys(row["bench"] for row in rows):
         ratios = {"chosen": [], "best": [], "fixed tile / chosen": []}
         for row in (r for r in rows if r["bench"] == op):
             ratios["chosen"].append(row["torch_ms"] / row["ms"])

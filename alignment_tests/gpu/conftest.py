@@ -1,6 +1,7 @@
-"""Settings of the GPU's laws."""
+"""Settings of the GPU's laws, and a table that says which hold."""
 
 import os
+from collections import Counter
 
 import pytest
 import torch
@@ -18,3 +19,30 @@ def _settings():
     yield
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(threads)
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """A line a law: how many cases have the CPU reference's bits, and the first that has not."""
+    laws: dict[str, Counter] = {}
+    first: dict[str, str] = {}
+    for outcome in ("passed", "failed", "error"):
+        for report in terminalreporter.stats.get(outcome, []):
+            file, _, case = report.nodeid.partition("::")
+            if "alignment_tests/gpu/" not in file or file.endswith("test_compiles.py"):
+                continue
+            law = f"{file.rsplit('/', 1)[1][5:-3]}: {case.partition('[')[0][5:].replace('_', ' ')}"
+            laws.setdefault(law, Counter())[outcome] += 1
+            if outcome != "passed":
+                crash = getattr(report.longrepr, "reprcrash", None)
+                first.setdefault(law, crash.message.splitlines()[0] if crash else str(report.longrepr)[:200])
+    if not laws or not torch.cuda.is_available():
+        return
+    import triton
+
+    name = torch.cuda.get_device_name()
+    terminalreporter.section(f"{name}, torch {torch.__version__}, Triton {triton.__version__}: the CPU's bits")
+    for law, count in sorted(laws.items()):
+        total = sum(count.values())
+        terminalreporter.write_line(f"{law:72} {count['passed']:4d} of {total}" + ("" if law not in first else "  <--"))
+        if law in first:
+            terminalreporter.write_line(f"    {first[law]}")

@@ -6,8 +6,10 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed: nothing to compile")
 
+from triton.backends.compiler import GPUTarget
+
 from alignment_tests.gpu.compile_all import Case, resources, row_cases, tensor_core_cases
-from minitransformer.ops.gpu import attention
+from minitransformer.ops.gpu import attention, linear
 
 # FP32 arithmetic in PTX that an operator may contain beside the tensor core's; an FMA only where tl.fma stands.
 PLAIN = {"mul.rn.f32", "add.rn.f32", "sub.rn.f32", "max.f32", "setp.num.f32", "setp.nan.f32"}
@@ -26,7 +28,7 @@ ROWS = {
     "rms_norm": {"div.rn.f32", "sqrt.rn.f32"}, "rope": set(), "router": EXP, "plan": set(), "combine": set(),
     "combine_weighted": {"fma.rn.f32"}, "copy": set(), "copy_amax": set(), "embedding": set(), "swiglu": EXP,
     "logprob": EXP | {"cvt.rn.f32"},
-    "sample": EXP | {f"{op}.rn.f64" for op in ("add", "sub", "mul", "fma", "div", "cvt")} 
+    "sample": EXP | {f"{op}.rn.f64" for op in ("add", "sub", "mul", "fma", "div", "cvt")}
     | {"cvt.f64.f32", "cvt.rzi.s64.f32"},
 }  # fmt: skip
 
@@ -66,6 +68,14 @@ def test_row_operator_compiles_to_the_arithmetic_of_the_spec(case: Case):
     assert " 0 B stack" in resources(compiled), "spills"
 
 
+@pytest.mark.parametrize("capability", [80, 100])
+@pytest.mark.parametrize("case", row_cases()[::4], ids=lambda case: case.name.replace(" ", "-"))
+def test_row_operator_compiles_elsewhere(case: Case, capability: int):
+    """Compiled for sm_80 and sm_100a, never run there: a break is seen, bits are not claimed."""
+    ptx = case.compile(GPUTarget("cuda", capability, 32)).asm["ptx"]
+    assert ".ftz" not in ptx
+
+
 @pytest.mark.parametrize("longest", [1, 8, 512])
 def test_the_chosen_attention_schedules_do_not_spill(longest):
     schedule = attention.choose(longest, 8)
@@ -79,3 +89,11 @@ def test_the_chosen_attention_schedules_do_not_spill(longest):
 def test_a_row_belongs_to_one_warp(longest, group):
     schedule = attention.choose(longest, group)
     assert schedule.warps * 16 <= schedule.rows and group <= schedule.rows
+
+
+@pytest.mark.parametrize(("N", "K"), [(5120, 2048), (2048, 4096), (128, 2048), (2048, 768), (151936, 2048), (7, 9)])
+def test_the_chosen_linear_schedules_are_candidates(N, K):
+    """So they were compiled here and checked on the GPU, for every number of rows."""
+    chosen = {linear.choose(M, N, K, 132) for M in (*range(1, 600), 1024, 2048, 4096, 16384)}
+    assert chosen <= set(linear.CANDIDATES)
+    assert not (K % 8 and any(tile.tma for tile in chosen))
