@@ -10,9 +10,11 @@ FOUND = {name: device.slot(name) for name in device.FAULTS}
 def _norms() -> Iterator[tuple]:
     for D in (64, 128, 576, 2048):
         for residual in (False, True):
-            name, constants = f"rms_norm {D}{' residual' if residual else ''}", (D, 4, residual)
+            name = f"rms_norm {D}{' residual' if residual else ''}"
+            constants = (D, rms_norm.rows_of(1 << 14, D), residual)
             yield name, rms_norm.forward_kernel, ("*bf16",) * 5 + ("fp32", "i32!"), constants
-            yield f"{name} dx", rms_norm.dx_kernel, ("*bf16",) * 6 + ("*fp32", "fp32", "i32!"), constants
+            types, constants = ("*bf16",) * 6 + ("*fp32", "fp32", "i32!"), (D, rms_norm.rows_of(1 << 14, 512), residual)
+            yield f"{name} dx", rms_norm.dx_kernel, types, constants
             types = ("*bf16", "*bf16", "*bf16", "*fp32", "*bf16", "i32!")
             yield f"{name} dw", rms_norm.dw_kernel, types, (D, 16, residual)
     for heads, head in ((32, 128), (9, 64)):
@@ -28,7 +30,7 @@ def _routing() -> Iterator[tuple]:
             types = ("*fp32", "*bf16", "*fp32", "*i64", "*bf16", "i32!")
             yield f"router {E} {norm} backward", router.backward_kernel, types, (E, K, norm, 4)
     types = ("*i64", "*i64", "*i64", "*i64", "*i32", "i32!", "i32!")
-    for block in (128, 4096):
+    for block in (128, 2048):
         yield f"plan {block}", dispatch.plan_kernel, types, (8, block, FOUND["dispatch.plan"])
     for D in (576, 2048):
         rows, columns = copy.tile(D)

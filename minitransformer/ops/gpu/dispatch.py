@@ -86,7 +86,7 @@ def plan(expert_ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
     # Zeros, so that a slot whose expert does not exist still names a row.
     order, rows = torch.zeros(ids.numel(), dtype=torch.int64, device=home), torch.zeros_like(ids)
     bounds = torch.empty(num_experts + 1, dtype=torch.int64, device=home)
-    block = min(4096, max(128, triton.next_power_of_2(ids.numel())))
+    block = min(2048, max(128, triton.next_power_of_2(ids.numel())))
     with torch.cuda.device(home):
         plan_kernel[(num_experts,)](
             ids, order, rows, bounds, device.faults(home), ids.numel(), num_experts, max(1, ids.shape[1]), block,
