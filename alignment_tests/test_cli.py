@@ -170,16 +170,17 @@ BAD = [
     (ALIGN + " --page-size 0", "page_size is 0"),
     (ALIGN + " --num-pages 1 --page-size 2", "pages"),
     (ALIGN + " --stages layers.9.qkv", "--stages layers.9.qkv: no such stage"),
+    (ALIGN + " --stages layers.1.router_logits", "--stages layers.1.router_logits: no such stage in this model"),
     (ALIGN.replace("{prompts}", "{out}/none"), "none: cannot be read"),
     (ALIGN.replace("{prompts}", "{out}/empty"), "empty: holds no prompt"),
     (ALIGN.replace("{prompts}", "{out}/text"), "text:1: the checkpoint has no tokenizer.json"),
     (ALIGN.replace("{prompts}", "{out}/outside"), "outside:1: 96 is not an id"),
-    (ALIGN.replace("{prompts}", "{out}/long"), "long: prompt 1 has 97 tokens"),
+    (ALIGN.replace("{prompts}", "{out}/long"), "long:2: the prompt has 97 tokens"),
     (ALIGN.replace("{model}", "{out}"), "config.json"),
     (ALIGN.replace("{model}", "{out}/none"), "none: no such directory"),
     (ALIGN.replace("{out}/new.json", "{out}/none/new.json"), "is not a directory that can be written"),
     (ALIGN.replace("{out}/new.json", "{out}"), "is a directory"),
-    ("score --model {model} --input {out}/text --json {out}/new.json", "text:1: not JSON"),
+    ("score --model {model} --input {out}/text --json {out}/new.json", "text:1: not valid JSON"),
     ("score --model {model} --input {out}/one --json {out}/new.json", "one:1: 1 tokens"),
     ("score --model {model} --input {out}/bool --json {out}/new.json", "bool:1: ids must be a list of ids"),
     ("score --model {model} --input {out}/list --json {out}/new.json", "list:1: expected"),
@@ -197,7 +198,7 @@ BAD = [
 @pytest.mark.parametrize(("line", "message"), BAD)
 def test_bad_input_is_one_line_status_2_and_nothing_written(run, tmp_path, line, message):
     files = {
-        "empty": "\n", "text": "hello\n", "outside": '{"ids": [96]}\n', "long": json.dumps({"ids": [1] * 97}) + "\n",
+        "empty": "\n", "text": "hello\n", "outside": '{"ids": [96]}\n', "long": f'\n{{"ids": {[1] * 97}}}\n',
         "one": '{"ids": [1]}\n', "two": '{"ids": [1, 2]}\n', "bool": '{"ids": [true, 2]}\n', "list": "[1, 2]\n",
     }  # fmt: skip
     for name, content in files.items():

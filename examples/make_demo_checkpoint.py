@@ -14,7 +14,7 @@ Qwen3-MoE that computes the same function, or nearly:
 - Variant split: 8 experts of an eighth of the FFN each, a zero router and top-8, so that every expert weighs 1/8, and
   down_proj 8 times as large. The output is the dense model's.
 
-Example: python examples/make_demo_checkpoint.py --out demo/smollm2-moe
+Example: python examples/make_demo_checkpoint.py --out demo/checkpoint
 """
 
 import argparse

@@ -8,7 +8,7 @@ attn.qkv and the q and k norms. In this checkpoint q and k are near 1e-7 and the
 make_demo_checkpoint.py); qkv is one fused matrix, so the rows of v are frozen with them. The problems are the same at
 every step, so that a few steps can show something.
 
-Example: python examples/rl_step.py --model demo/smollm2-moe --steps 6
+Example: python examples/rl_step.py --model demo/checkpoint --steps 6
 """
 
 import argparse

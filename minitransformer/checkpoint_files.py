@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minitransformer.errors import InputError
+from minitransformer.files import parse_json, read_text
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -26,20 +27,8 @@ _DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.uint8: "U8",
 
 def read_json(path: Path) -> Any:
     """The content of a JSON file; a key that stands twice in one object is refused, not overwritten."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            keys = [key for key, _ in pairs]
-            raise InputError(f"{path}: the key {next(k for k in keys if keys.count(k) > 1)!r} stands twice; remove one")
-        return found
-
-    try:
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"{path}: not valid JSON ({error}); write or download it again") from None
+    help = "write or download it again"
+    return parse_json(str(path), read_text(path, help), f"; {help}")
 
 
 def first_few(names: Iterable[str]) -> str:

@@ -5,6 +5,7 @@ Nothing here or in `commands` imports torch before a command runs, so that --hel
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -59,6 +60,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         print(f"error: {where}{error.strerror or error}", file=sys.stderr)
+        return BAD_INPUT
+    except (MemoryError, RuntimeError) as error:
+        # torch raises a RuntimeError for memory that it cannot have; every other one is a fault of this program.
+        if isinstance(error, RuntimeError) and not re.search("out of memory|allocate memory", str(error)):
+            raise
+        print(
+            "error: not enough memory; use fewer or shorter prompts, fewer --stages or a smaller model", file=sys.stderr
+        )
         return BAD_INPUT
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

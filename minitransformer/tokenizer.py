@@ -41,8 +41,16 @@ class Tokenizer:
         """One more than the largest id."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
-    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Ids of a text; special tokens written out in the text (ChatML) are recognised."""
+    def encode(self, text: str, add_special_tokens: bool = False, where: str = "the text") -> list[int]:
+        """Ids of a text; special tokens written out in the text (ChatML) are recognised.
+
+        where: names the text in the InputError for half of a surrogate pair, which JSON can spell and UTF-8 cannot.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            half = f"U+{ord(text[error.start]):04X} at character {error.start}"
+            raise InputError(f"{where}: {half} is half of a surrogate pair, not a character; remove it") from None
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
@@ -57,6 +65,10 @@ def load_tokenizer(directory: str | os.PathLike, vocab_size: int | None = None) 
     """
     directory = Path(directory)
     path = directory / "tokenizer.json"
+    for name in TOKENIZER_FILES:
+        # A directory or a broken link is not the same as no tokenizer.
+        if os.path.lexists(directory / name) and not (directory / name).is_file():
+            raise InputError(f"{directory / name}: is not a file; download it again")
     if not path.is_file():
         return None
     files = {name: (directory / name).read_bytes() for name in TOKENIZER_FILES if (directory / name).is_file()}

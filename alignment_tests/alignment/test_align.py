@@ -10,6 +10,7 @@ from minitransformer.alignment import align as module
 from minitransformer.alignment.align import align
 from minitransformer.alignment.compare import first_divergence
 from minitransformer.alignment.gap import Gap
+from minitransformer.errors import InputError
 from minitransformer.sampler.sequence import SamplingParams
 
 SHARED = list(range(1, 20))
@@ -65,6 +66,17 @@ def test_a_learner_that_leaves_a_stage_out_is_not_called_equal(model, monkeypatc
     found = align(model, PROMPTS[:2], PARAMS[:2])
     assert not found.gap.differing and first_divergence(found.stages) is None
     assert [r.stage for r in found.stages if not r.rows] == ["layers.2.swiglu"] and not found.equal
+
+
+def test_a_recipe_that_changes_between_sampling_and_scoring_is_refused():
+    model = tiny_model()
+
+    def change(part):
+        if part == "learner":
+            model.set_recipe("nvfp4_per_token")
+
+    with pytest.raises(InputError, match="sampler and learner follow different execution specs.*options.recipe: bf16"):
+        align(model, PROMPTS[:1], PARAMS[:1], on_step=change)
 
 
 def test_a_filter_of_stages(model):

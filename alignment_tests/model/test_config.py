@@ -173,11 +173,31 @@ BAD = [
     ({"vocab_size": True}, "vocab_size"),
     ({"rms_norm_eps": 0.0}, "rms_norm_eps"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+    ({"rms_norm_eps": 1e-60}, "rms_norm_eps"),  # 0 in FP32
+    ({"rms_norm_eps": 1e-39}, "rms_norm_eps"),  # subnormal
+    ({"num_hidden_layers": 2**14, "num_experts": 2**16, "mlp_only_layers": []}, "num_experts"),
+    ({"max_position_embeddings": 2**24, "head_dim": 256}, "max_position_embeddings"),
+    ({"mlp_only_layers": [10**400]}, "mlp_only_layers"),
+    ({"eos_token_id": 10**400}, "eos_token_id"),
+    ({"rope_theta": 10**400}, "rope_theta"),
     ({"rope_theta": -1.0}, "rope_theta"),
     ({"mlp_only_layers": [3]}, "mlp_only_layers"),
     ({"decoder_sparse_step": 0}, "decoder_sparse_step"),
     ({"eos_token_id": 40}, "eos_token_id"),
     ({"eos_token_id": "stop"}, "eos_token_id"),
+]
+
+
+SIZES = [
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "intermediate_size", "moe_intermediate_size", "num_experts", "num_experts_per_tok", "max_position_embeddings",
+]  # fmt: skip
+BAD += [({key: value}, key) for key in SIZES for value in (10**10, 10**12, 10**30, 10**400)]
+BAD += [({"rope_scaling": YARN | {"original_max_position_embeddings": n}}, "original_max") for n in (0, 2**32, 10**400)]
+BAD += [
+    ({"rope_scaling": YARN | {key: value}}, f"rope_scaling {key} =")
+    for key in ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+    for value in (float("inf"), float("nan"), -1.0, 1e300)
 ]
 
 

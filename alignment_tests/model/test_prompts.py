@@ -97,7 +97,7 @@ def test_any_text_can_be_given_as_json(tmp_path_factory, tokenizer, text):
     [
         ("", ("no prompt",)),
         ("\n  \n", ("no prompt",)),
-        ("a\n{broken", (":2:", "not JSON")),
+        ("a\n{broken", (":2:", "not valid JSON")),
         ('{"text": "a"}', (":1:", "expected")),
         ('{"prompt": "a", "ids": [1]}', (":1:", "expected")),
         ('{"prompt": 3}', (":1:", "expected")),

@@ -72,9 +72,11 @@ def align(
     checkpoint        directory that transformers loads for the contrast; None leaves the contrast out
     on_step           told what starts; on_token gets each sampled token
 
-    Raises InputError for bad prompts or parameters, or if learner and sampler follow different specs.
+    Raises InputError for bad prompts or parameters, or if the model's spec changed after sampling.
     """
     seconds: dict[str, float] = {}
+    # Taken now: what the sampler followed, whatever happens to the model before the learner scores.
+    followed = model.spec
     on_step("sampler")
     with _timed(seconds, "sampler"):
         sampler, trace = Sampler(model, **(sampler_options or {})), Trace(stages, strict=False)
@@ -87,7 +89,7 @@ def align(
     with _timed(seconds, "learner"):
         # One pack, and no gradient: the learner's forward pass over everything at once, as in training.
         learner, comparing = Learner(model, max_tokens_per_pack=sum(map(len, sequences))), ComparingTrace(trace)
-        sampler.model.spec.require_same(learner.model.spec)
+        followed.require_same(learner.model.spec, "sampler and learner")
         requests = [c.request_id for c in completions]
         scores = learner.score(sequences, starts, temperatures, trace=comparing, request_ids=requests)
     compared, recomputed = comparing.results(), trace.conflicts()
@@ -98,7 +100,7 @@ def align(
     with _timed(seconds, "transformers"):
         contrast = _contrast(checkpoint, sequences, starts, temperatures, sampled_T)
     gap = log_prob_gap(sampled_T, torch.cat(scores).cpu())
-    return Alignment(model.spec.fingerprint(), completions, compared, recomputed, gap, contrast, seconds)
+    return Alignment(followed.fingerprint(), completions, compared, recomputed, gap, contrast, seconds)
 
 
 def _contrast(

@@ -89,5 +89,35 @@ def unlike_requests(a: Trace, b: Trace) -> list[str]:
     return lines
 
 
+def left_out(a: Trace, b: Trace, results: Sequence[StageResult]) -> list[str]:
+    """One line for each request and each stage that was not compared, or not at every token that a run generated.
+
+    Rows of a prompt may be absent on a side: a prefix-cache hit spares them, and `logits` has only the rows that were
+    asked for. The row that scores the first generated token, and all after it, must be on both.
+    """
+    lines = []
+    for x, y, side in ((a, b, "first"), (b, a, "second")):
+        alone = sorted(x.requests.keys() - y.requests.keys())
+        if alone:
+            lines.append(f"only in the {side} trace: request {', '.join(map(str, alone[:5]))}")
+    starts: dict[int, int] = {}
+    for request, ids in (*a.requests.items(), *b.requests.items()):
+        starts[request] = max(len(ids["prompt_ids"]) - 1, starts.get(request, 0))
+    for result in results:
+        if not result.rows:
+            lines.append(f"{result.stage}: no row was compared")
+        elif result.only_a or result.only_b:
+            rows = len(_generating(a, result.stage, starts) ^ _generating(b, result.stage, starts))
+            if rows:
+                lines.append(f"{result.stage}: {rows} rows of generated tokens are in one trace only")
+    return lines
+
+
+def _generating(trace: Trace, stage: str, starts: dict[int, int]) -> set[tuple[int, int]]:
+    """(request, position) of a stage's rows from the one that scores the first generated token on."""
+    pairs_R2 = trace.keys.pairs()[trace.row_keys(stage)].tolist()
+    return {(request, position) for request, position in pairs_R2 if position >= starts.get(request, 0)}
+
+
 def nothing_compared(results: Sequence[StageResult]) -> bool:
     return not any(result.rows for result in results)

@@ -1,12 +1,14 @@
 """What ordinary execution does: the same tokens scored by transformers in BF16. transformers is optional."""
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from minitransformer.checkpoint_files import read_json
+from minitransformer.errors import InputError
 
 
 class NotRun(RuntimeError):
@@ -41,8 +43,14 @@ def score_with_transformers(
 
 
 def _is_nvfp4(checkpoint: str | Path) -> bool:
-    config = json.loads((Path(checkpoint) / "config.json").read_text(encoding="utf-8"))
-    return bool(config.get("quantization_config")) or (Path(checkpoint) / "hf_quant_config.json").exists()
+    try:
+        config = read_json(Path(checkpoint) / "config.json")
+    except InputError as error:
+        raise NotRun(f"transformers can't load it: {error}") from None
+    return (
+        bool(isinstance(config, dict) and config.get("quantization_config"))
+        or (Path(checkpoint) / "hf_quant_config.json").exists()
+    )
 
 
 def _score(model: torch.nn.Module, ids_T: Tensor, start: int, temperature: float) -> Tensor:

@@ -7,6 +7,7 @@ A row that a prefix-cache hit made unnecessary is absent. A row computed twice (
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from minitransformer.alignment.difference import StageComparison, StageResult
 from minitransformer.alignment.ulp import bits
 from minitransformer.batch import Batch
+from minitransformer.recipe import Recipe
 
 LAYER_STAGES = (
     "input_norm", "qkv", "q_norm", "k_norm", "q_rope", "k_rope", "attention", "o", "post_norm",
@@ -22,6 +24,7 @@ LAYER_STAGES = (
 STAGES = ("embedding", *LAYER_STAGES, "final_norm", "logits", "log_prob")
 # What a quantising recipe adds in front of a product: its operand's codes and scales.
 QUANTISED = {kind: tuple(f"{kind}_{part}" for part in ("codes", "scales", "outer")) for kind in ("gate_up", "down")}
+_SPARSE = ("router_logits", "expert_ids", "routing_weights", "combine")  # a dense layer lacks these
 _ALL_OF_LAYER = tuple(stage for kind in LAYER_STAGES for stage in (*QUANTISED.get(kind, ()), kind))
 _ORDER = ("embedding", *_ALL_OF_LAYER, "final_norm", "logits", "log_prob")
 
@@ -53,6 +56,20 @@ def stage_names(num_layers: int) -> list[str]:
     """Every stage that a model may have, in order (a dense layer and a BF16 recipe have fewer)."""
     layers = [f"layers.{i}.{kind}" for i in range(num_layers) for kind in _ALL_OF_LAYER]
     return ["embedding", *layers, "final_norm", "logits", "log_prob"]
+
+
+def stages_of(config: Any, recipe: Recipe) -> list[str]:
+    """The stages that a model of this config and recipe has, in order."""
+    names = []
+    for i, sparse in enumerate(config.sparse_layers):
+        own = recipe.for_layer(i)
+        absent = set() if sparse else set(_SPARSE)
+        if not sparse or own.activations == "bf16":
+            absent.update(*QUANTISED.values())
+        elif own.activations == "mxfp8":
+            absent.update(f"{kind}_outer" for kind in QUANTISED)
+        names += [f"layers.{i}.{kind}" for kind in _ALL_OF_LAYER if kind not in absent]
+    return ["embedding", *names, "final_norm", "logits", "log_prob"]
 
 
 class Keys:

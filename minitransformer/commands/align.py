@@ -38,14 +38,14 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    common.check_output(args.json)
+    common.check_output(args.json, [args.prompts, args.model])
     common.sampling_params(args, 1)  # a bad parameter is told before a model is loaded
     model = common.load_model(args)
-    common.check_stages(args.stages, model.config.num_layers)
-    prompts = common.read_prompt_ids(args, model)
+    common.check_stages(args.stages, model)
+    prompts, lines = common.read_prompt_ids(args, model)
     from minitransformer.alignment.align import align
 
-    with common.progress() as show, common.naming_prompts(args.prompts):
+    with common.progress() as show, common.naming_prompts(args.prompts, lines):
         found = align(
             model,
             prompts,

@@ -3,16 +3,18 @@
 import argparse
 import json
 import math
-import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minitransformer.errors import InputError
+from minitransformer.files import check_output, write_text
+
+__all__ = ["check_output", "write_text"]  # which the commands use from here
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,26 +53,39 @@ def add_stages(command: argparse.ArgumentParser) -> None:
     )
 
 
-def add_sampling(command: argparse.ArgumentParser) -> None:
+def add_sampling(command: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Returns the options, as add_sampler does, for a command that uses them only sometimes."""
     group = command.add_argument_group("sampling")
-    group.add_argument("--max-new-tokens", type=int, default=16, metavar="N", help="a request (default 16)")
-    group.add_argument("--seed", type=int, default=0, metavar="S", help="request i draws with seed S + i (default 0)")
-    group.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy (default 1)")
-    group.add_argument("--top-k", type=int, default=0, metavar="K", help="0 means all (default)")
-    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1 means all (default)")
+    rows = (
+        ("--max-new-tokens", int, 16, "N", "a request, at least 1 (default 16)"),
+        ("--seed", int, 0, "S", "request i draws with seed S + i, 0 to 2^63 - 1 (default 0)"),
+        ("--temperature", float, 1.0, "T", "1e-6 to 1e6, or 0 for greedy (default 1)"),
+        ("--top-k", int, 0, "K", "draw among the K likeliest tokens; 0 means all (default 0)"),
+        ("--top-p", float, 1.0, "P", "draw among the likeliest tokens of total probability P, 0 < P <= 1 (default 1)"),
+    )
+    return [
+        group.add_argument(name, type=kind, default=default, metavar=metavar, help=what)
+        for name, kind, default, metavar, what in rows
+    ]
 
 
-def add_sampler(command: argparse.ArgumentParser, chunk_size: int = 64, max_batch_tokens: int = 512) -> None:
+def add_sampler(
+    command: argparse.ArgumentParser, chunk_size: int = 64, max_batch_tokens: int = 512
+) -> list[argparse.Action]:
     group = command.add_argument_group("sampler (none of these changes a bit of the result)")
-    group.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens a page (default 16)")
-    group.add_argument("--num-pages", type=int, metavar="N", help="pages in all; few pages make requests give way")
-    for name, default, what in (
-        ("--chunk-size", chunk_size, "tokens of one request in a step"),
-        ("--max-batch-tokens", max_batch_tokens, "tokens of all requests in a step"),
-    ):
-        group.add_argument(name, type=int, default=default, metavar="N", help=f"{what} (default {default})")
-    group.add_argument("--max-sequences", type=int, default=64, metavar="N", help="requests at once (default 64)")
-    group.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt from its start")
+    few = "pages in all; with few, requests are preempted: they lose their pages and are computed again later"
+    rows = (
+        ("--page-size", 16, "tokens a page (default 16)"),
+        ("--num-pages", None, f"{few} (default: as many as fit 512 MiB)"),
+        ("--chunk-size", chunk_size, f"tokens of one request in a step (default {chunk_size})"),
+        ("--max-batch-tokens", max_batch_tokens, f"tokens of all requests in a step (default {max_batch_tokens})"),
+        ("--max-sequences", 64, "requests at once (default 64)"),
+    )
+    actions = [
+        group.add_argument(name, type=int, default=default, metavar="N", help=what) for name, default, what in rows
+    ]
+    whole = group.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt from its start")
+    return [*actions, whole]
 
 
 def sampling_params(args: argparse.Namespace, count: int) -> "list[SamplingParams]":
@@ -105,52 +120,36 @@ def load_model(args: argparse.Namespace) -> "Qwen3MoeForCausalLM":
         return model
 
 
-def read_prompt_ids(args: argparse.Namespace, model: "Qwen3MoeForCausalLM") -> list[list[int]]:
-    from minitransformer.prompts import read_prompts
+def read_prompt_ids(args: argparse.Namespace, model: "Qwen3MoeForCausalLM") -> tuple[list[list[int]], list[int]]:
+    """Ids of every prompt of --prompts, and the line of the file that each stands on."""
+    from minitransformer.prompts import read_numbered_prompts
 
-    return read_prompts(args.prompts, model.tokenizer, model.config.vocab_size)
+    found = read_numbered_prompts(args.prompts, model.tokenizer, model.config.vocab_size)
+    return [ids for _, ids in found], [line for line, _ in found]
 
 
 @contextmanager
-def naming_prompts(path: str) -> Iterator[None]:
-    """The sampler says prompts[0]; a user of the command line knows the file."""
+def naming_prompts(path: str, lines: Sequence[int]) -> Iterator[None]:
+    """The sampler says prompts[0]; a user of the command line knows the file and its lines."""
     try:
         yield
     except InputError as error:
         found = re.fullmatch(r"prompts\[(\d+)\](.*)", str(error))
-        raise InputError(f"{path}: prompt {int(found[1]) + 1}{found[2]}") if found else error from None
+        raise InputError(f"{path}:{lines[int(found[1])]}: the prompt{found[2]}") if found else error from None
 
 
-def check_stages(patterns: list[str] | None, num_layers: int) -> None:
-    """InputError for a pattern that no stage has."""
+def check_stages(patterns: list[str] | None, model: "Qwen3MoeForCausalLM") -> None:
+    """InputError for a pattern that no stage of this model has."""
     from fnmatch import fnmatchcase
 
-    from minitransformer.alignment.trace import stage_names
+    from minitransformer.alignment.trace import stages_of
 
-    names = stage_names(num_layers)
+    names = stages_of(model.config, model.recipe)
     for pattern in patterns or ():
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise InputError(f"--stages {pattern}: no such stage; {names[0]}, {names[2]}, 'layers.*.qkv', logits exist")
-
-
-def check_output(path: Path | None) -> None:
-    """InputError before any work is done if a file could not be written there."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise InputError(f"{path}: is a directory; name a file")
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise InputError(f"{path}: {path.parent} is not a directory that can be written; create it first")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Under a temporary name in the same folder, then renamed."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+            raise InputError(
+                f"--stages {pattern}: no such stage in this model; {names[0]}, {names[2]}, 'layers.*.qkv', logits exist"
+            )
 
 
 def to_json(content: Any, indent: int | None = None) -> str:

@@ -1,7 +1,8 @@
 """Compare two traces on bits: the first diverging stage, counts, distance in ulp, the first five values.
 
 Rows are matched by request and position; rows that only one side has are counted. Exit status 0 only if no element
-differs, 1 if one does, 2 for bad input, which two traces of different execution specs are.
+differs, no id differs, and every stage was compared at every generated token (rows of a prompt may be on one side only:
+a prefix-cache hit spares them); else 1; 2 for bad input, which two traces of different execution specs are.
 
 Example:
   minitransformer compare sampler.safetensors learner.safetensors
@@ -9,9 +10,15 @@ Example:
 
 import argparse
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from minitransformer.commands import common
 from minitransformer.errors import InputError
+
+if TYPE_CHECKING:
+    from minitransformer.alignment.difference import StageResult
+
+SHOWN = 5  # lines about what was not compared; the JSON has all
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -23,9 +30,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    common.check_output(args.json)
+    common.check_output(args.json, [args.a, args.b])
     from minitransformer.alignment import report
-    from minitransformer.alignment.compare import compare, first_divergence, nothing_compared, unlike_requests
+    from minitransformer.alignment.compare import compare, first_divergence, left_out, nothing_compared, unlike_requests
     from minitransformer.alignment.trace import Trace
 
     a, b = Trace.load(args.a), Trace.load(args.b)
@@ -36,17 +43,32 @@ def run(args: argparse.Namespace) -> int:
     report.print_table(console, report.STAGE_COLUMNS, report.stage_rows(results, args.full))
     console.print(report.stage_footnote(f"first ({args.a})", f"second ({args.b})"), markup=False, soft_wrap=True)
     unlike, worst = unlike_requests(a, b), first_divergence(results)
-    for line in unlike:
-        console.print(line, style="yellow", markup=False)
-    for line in report.first_values(worst) if worst else ("no element differs",):
-        console.print(line, style="red" if worst else "green", markup=False)
+    missing = left_out(a, b, results)
+    for line in (*unlike, *(f"not compared: {line}" for line in missing[:SHOWN])):
+        console.print(line, style="yellow", markup=False, soft_wrap=True)
+    for line in report.first_values(worst) if worst else ():
+        console.print(line, style="red", markup=False)
+    equal = worst is None and not unlike and not missing
+    verdict = _verdict(results, len(unlike), len(missing))
+    if equal:
+        verdict = f"EQUAL: no element differs, in {len(results)} stages"
+    console.print(verdict, style="bold green" if equal else "bold red", soft_wrap=True)
     common.write_json(
         args.json,
         {
-            "equal": worst is None,
+            "equal": equal,
             "first_diverging_stage": worst.stage if worst else None,
             "requests_with_other_ids": unlike,
+            "not_compared": missing,
             "stages": [asdict(r) for r in results],
         },
     )
-    return 0 if worst is None else 1
+    return 0 if equal else 1
+
+
+def _verdict(results: "list[StageResult]", unlike: int, missing: int) -> str:
+    elements, differing = (sum(getattr(r, name) for r in results) for name in ("elements", "differing"))
+    wrong = sum(not r.equal for r in results)
+    notes = f"; {unlike} requests have other ids" if unlike else ""
+    notes += f"; {missing} stages or requests were not compared whole" if missing else ""
+    return f"DIFFERENT: {differing:,} of {elements:,} elements in {wrong} of {len(results)} stages{notes}"

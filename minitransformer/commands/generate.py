@@ -23,13 +23,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    common.check_output(args.json)
+    common.check_output(args.json, [args.prompts, args.model])
     common.sampling_params(args, 1)
     model = common.load_model(args)
-    prompts = common.read_prompt_ids(args, model)
+    prompts, lines = common.read_prompt_ids(args, model)
     from minitransformer.sampler.sampler import Sampler
 
-    with common.progress() as show, common.naming_prompts(args.prompts):
+    with common.progress() as show, common.naming_prompts(args.prompts, lines):
         show("sampling", args.max_new_tokens * len(prompts))
         completions = Sampler(model, **common.sampler_options(args)).generate(
             prompts, common.sampling_params(args, len(prompts)), on_token=lambda token: show.advance()

@@ -48,7 +48,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    common.check_output(args.json)
+    common.check_output(args.json, [args.model])
     recipe, overrides = get(args.recipe), read_overrides(args.layers)  # a wrong name is told before torch is loaded
     from minitransformer.models.qwen3_moe.nvfp4_layout import FORMATS
     from minitransformer.models.qwen3_moe.quantise import quantise

@@ -4,6 +4,8 @@ Each line of the input is one of
   {"prompt": "text", "completion": "text"}      scores the completion
   {"prompt_ids": [..], "token_ids": [..]}       the same in ids; what `generate --json` writes
   {"text": "text"} or {"ids": [..]}             scores all but the first token, which nothing predicts
+{"ids", "prompt_len"}, as this command writes them, scores the tokens after the prompt. Other keys than those of
+`generate` and `score` are refused.
 Each line of the output has the ids, the prompt's length, and one log-prob in nats for each token after the prompt.
 
 Example:
@@ -12,25 +14,38 @@ Example:
 """
 
 import argparse
-import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from minitransformer.commands import common
 from minitransformer.errors import InputError
+from minitransformer.files import parse_json, read_text, shown
 
-FORMS = 'expected {"prompt", "completion"}, {"prompt_ids", "token_ids"}, {"text"} or {"ids"}'
+EXPECTED = 'expected {"prompt", "completion"}, {"prompt_ids", "token_ids"}, {"text"} or {"ids"}'
+# The keys of a form -> those that may stand beside them: what `score` writes, so that its lines can be scored again.
+# Of these only prompt_len is used. The first form takes a completion's other keys, which `generate` writes.
+FORMS: dict[tuple[str, ...], set[str]] = {
+    ("prompt_ids", "token_ids"): set(),
+    ("prompt", "completion"): set(),
+    ("ids",): {"prompt_len", "log_probs", "sum"},
+    ("text",): set(),
+}
+TEMPERATURE = "divides the logits: 1e-6 to 1e6; 0 divides by 1, as greedy sampling does (default 1)"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     common.add_model(command)
     command.add_argument("--input", required=True, metavar="FILE", help="JSON lines, see above")
-    command.add_argument("--temperature", type=float, default=1.0, metavar="T", help="divides the logits (default 1)")
+    command.add_argument("--temperature", type=float, default=1.0, metavar="T", help=TEMPERATURE)
     command.add_argument("--json", type=Path, metavar="FILE", help="write the lines here instead of to the screen")
 
 
 def run(args: argparse.Namespace) -> int:
-    common.check_output(args.json)
+    common.check_output(args.json, [args.input, args.model])
+    from minitransformer.sampler.sequence import SamplingParams
+
+    SamplingParams(temperature=args.temperature)  # the same bounds as when sampling, told before a model is loaded
     model = common.load_model(args)
     sequences, prompt_lens = read_sequences(args.input, model)
     from minitransformer.learner.learner import Learner
@@ -52,35 +67,32 @@ def run(args: argparse.Namespace) -> int:
 
 def read_sequences(path: str, model: Any) -> tuple[list[list[int]], list[int]]:
     """Ids of each line of a JSON-lines file, and how many of them are prompt. InputError names the line."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError:
-        raise InputError(f"{path}: not UTF-8 text; {FORMS} on each line") from None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    lines = read_text(path, f"{EXPECTED} on each line").split("\n")
     parsed = [_sequence(f"{path}:{i}", line, model) for i, line in enumerate(lines, 1) if line.strip()]
     if not parsed:
-        raise InputError(f"{path}: holds no line; {FORMS} on each line")
+        raise InputError(f"{path}: holds no line; {EXPECTED} on each line")
     return [prompt + rest for prompt, rest in parsed], [len(prompt) for prompt, _ in parsed]
 
 
 def _sequence(where: str, line: str, model: Any) -> tuple[list[int], list[int]]:
-    try:
-        item = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{where}: not JSON ({error})") from None
-    if not isinstance(item, dict):
-        raise InputError(f"{where}: {FORMS}")
-    for first, second in (("prompt_ids", "token_ids"), ("prompt", "completion")):
-        if first in item and second in item:
-            prompt, rest = (_ids(where, key, item[key], model) for key in (first, second))
-            break
-    else:
-        key = next((key for key in ("ids", "text") if key in item), None)
-        if key is None:
-            raise InputError(f"{where}: {FORMS}")
-        ids = _ids(where, key, item[key], model)
-        prompt, rest = ids[:1], ids[1:]
+    item = parse_json(where, line)
+    from minitransformer.sampler.sequence import Completion
+
+    form = next((form for form in FORMS if isinstance(item, dict) and item.keys() >= set(form)), None)
+    if form is None:
+        raise InputError(f"{where}: {EXPECTED}")
+    # A key that is not looked at may be a misspelt one that was meant to be.
+    beside = {field.name for field in fields(Completion)} if "token_ids" in form else FORMS[form]
+    unknown = item.keys() - set(form) - beside
+    if unknown:
+        raise InputError(f"{where}: {shown(min(unknown))} is not known beside {' and '.join(form)}; remove it")
+    parts = [_ids(where, key, item[key], model) for key in form]
+    if len(parts) == 1:
+        n = item.get("prompt_len", 1)
+        if type(n) is not int or not 1 <= n:
+            raise InputError(f"{where}: prompt_len = {shown(n)} must be an integer of at least 1")
+        parts = [parts[0][:n], parts[0][n:]]
+    prompt, rest = parts
     if not prompt or not rest:
         raise InputError(f"{where}: {len(prompt + rest)} tokens; a prompt and a token to score are needed")
     return prompt, rest
@@ -96,4 +108,4 @@ def _ids(where: str, key: str, value: Any, model: Any) -> list[int]:
         raise InputError(f"{where}: {key} must be a text")
     if model.tokenizer is None:
         raise InputError(f"{where}: the checkpoint has no tokenizer.json; give ids instead of {key}")
-    return model.tokenizer.encode(value)
+    return model.tokenizer.encode(value, where=f"{where}: {key}")

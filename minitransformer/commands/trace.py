@@ -1,8 +1,8 @@
 """Write a trace: the named tensors of a run, one safetensors file.
 
 With --prompts the sampler generates and is traced; with --input (lines as `score` reads them, or as `generate --json`
-wrote them) the learner scores and is traced. Rows are named by request and position, so `compare` can put the two
-side by side.
+wrote them) the learner scores and is traced; of the options below it then uses only --temperature. Rows are named by
+request and position, so `compare` can put the two side by side.
 
 Example:
   minitransformer generate --model demo/checkpoint --prompts examples/prompts.txt --json completions.jsonl
@@ -11,12 +11,14 @@ Example:
 """
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
 from minitransformer.commands import common
 from minitransformer.commands.score import read_sequences
 from minitransformer.errors import InputError
+from minitransformer.files import is_replaceable
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -26,15 +28,19 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     source.add_argument("--input", metavar="FILE", help="trace the learner on these sequences (JSON lines)")
     command.add_argument("--out", required=True, type=Path, metavar="FILE", help="the safetensors file to write")
     common.add_stages(command)
-    common.add_sampling(command)
-    common.add_sampler(command)
+    options = common.add_sampling(command) + common.add_sampler(command)
+    # Defaults are filled in by `run`: it has to tell what was given, because --input has no use for most of them.
+    command.set_defaults(sampling_defaults={option.dest: option.default for option in options})
+    for option in options:
+        option.default = argparse.SUPPRESS
 
 
 def run(args: argparse.Namespace) -> int:
-    common.check_output(args.out)
+    common.check_output(args.out, [args.prompts or args.input, args.model])
+    _fill_in(args)
     common.sampling_params(args, 1)
     model = common.load_model(args)
-    common.check_stages(args.stages, model.config.num_layers)
+    common.check_stages(args.stages, model)
     from minitransformer.alignment.trace import Trace
 
     trace = Trace(args.stages, spec=model.spec.entries())
@@ -43,20 +49,34 @@ def run(args: argparse.Namespace) -> int:
     if not trace.stages:
         raise InputError("no stage was traced; widen --stages")
     trace.save(args.out)
-    size = args.out.stat().st_size / 2**20
+    size = sum(trace.rows(stage).nbytes for stage in trace.stages) / 2**20
     requests, rows = len(trace.requests), len(trace.keys)
-    print(f"{args.out}: {len(trace.stages)} stages, {rows} rows of {requests} requests, {size:.1f} MiB")
+    # Standard output is the trace's own if the trace goes there.
+    where = sys.stdout if is_replaceable(args.out) else sys.stderr
+    print(f"{args.out}: {len(trace.stages)} stages, {rows} rows of {requests} requests, {size:.1f} MiB", file=where)
     return 0
+
+
+def _fill_in(args: argparse.Namespace) -> None:
+    defaults = args.sampling_defaults
+    given = [name for name in defaults if hasattr(args, name) and name != "temperature"]
+    if args.input and given:
+        raise InputError(
+            f"--{given[0].replace('_', '-')} is for --prompts; with --input nothing is sampled, so leave it out"
+        )
+    for name, default in defaults.items():
+        if not hasattr(args, name):
+            setattr(args, name, default)
 
 
 def _sample(args: argparse.Namespace, model: Any, trace: Any, show: Any) -> None:
     from minitransformer.sampler.sampler import Sampler
 
-    prompts = common.read_prompt_ids(args, model)
+    prompts, lines = common.read_prompt_ids(args, model)
     params = common.sampling_params(args, len(prompts))
     show("sampling", args.max_new_tokens * len(prompts))
     sampler = Sampler(model, **common.sampler_options(args))
-    with common.naming_prompts(args.prompts):
+    with common.naming_prompts(args.prompts, lines):
         completions = sampler.generate(prompts, params, trace=trace, on_token=lambda token: show.advance())
     for c in completions:
         trace.requests[c.request_id] = {"prompt_ids": c.prompt_ids, "token_ids": c.token_ids}

@@ -1,9 +1,12 @@
 """The paged key/value store: one tensor of keys and one of values a layer, rows in pages."""
 
+import os
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+
+from minitransformer.errors import InputError
 
 # What a sampler takes for keys and values when it is not told how many pages to use.
 DEFAULT_CACHE_BYTES = 1 << 29
@@ -25,10 +28,20 @@ class KVCache:
     """
 
     def __init__(self, shape: CacheShape, num_pages: int, page_size: int, device: torch.device | str = "cpu") -> None:
+        """Raises InputError that says how much memory is needed if the device has less."""
         self.num_pages, self.page_size = num_pages, page_size
+        needed, held = num_pages * page_size * self.bytes_per_row(shape), _memory(torch.device(device))
+        # Asked beforehand: the system may grant memory that it lacks and end the process when it is used.
+        if needed > held:
+            raise InputError(_too_large(num_pages, page_size, needed))
         size = (num_pages * page_size, shape.num_kv_heads, shape.head_dim)
-        self.k = self._tensors(shape.num_layers, size, device)
-        self.v = self._tensors(shape.num_layers, size, device)
+        try:
+            self.k = self._tensors(shape.num_layers, size, device)
+            self.v = self._tensors(shape.num_layers, size, device)
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "memory" not in str(error):
+                raise
+            raise InputError(_too_large(num_pages, page_size, needed)) from None
 
     @staticmethod
     def bytes_per_row(shape: CacheShape) -> int:
@@ -38,6 +51,25 @@ class KVCache:
     @staticmethod
     def _tensors(num_layers: int, size: Sequence[int], device: torch.device | str) -> list[torch.Tensor]:
         return [torch.empty(tuple(size), dtype=torch.bfloat16, device=device) for _ in range(num_layers)]
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes that the device has in all; 2^62 where it cannot be asked."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return 1 << 62
+
+
+def _too_large(num_pages: int, page_size: int, needed: int) -> str:
+    size = f"{needed / 2**30:,.1f} GiB" if needed < 1 << 80 else f"more than 2^{needed.bit_length() - 1} bytes"
+    count, rows = (f"{n:,}" if n < 10**15 else f"about 2^{n.bit_length() - 1}" for n in (num_pages, page_size))
+    return (
+        f"num_pages: {count} pages of page_size {rows} need {size} for keys and values, more than the memory of the "
+        "device; lower num_pages or page_size"
+    )
 
 
 def default_num_pages(shape: CacheShape, page_size: int, max_positions: int, max_sequences: int) -> int:

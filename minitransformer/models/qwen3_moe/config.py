@@ -10,7 +10,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from minitransformer.errors import InputError
+from minitransformer.files import shown
 from minitransformer.models.qwen3_moe.rope_scaling import Yarn, inverse_frequencies, read_rope, typed, write_rope
+from minitransformer.models.qwen3_moe.sizes import MIN_EPS, check_products, check_size
 
 __all__ = ["Qwen3MoeConfig", "Yarn", "inverse_frequencies"]
 
@@ -97,8 +99,9 @@ class Qwen3MoeConfig:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if field.type is int and getattr(self, field.name) < 1:
-                raise InputError(f"config.json: {_hf(field.name)} = {getattr(self, field.name)} must be at least 1")
+            if field.type is int:
+                check_size(field.name, _hf(field.name), getattr(self, field.name))
+        check_products(self.num_layers, self.num_experts, self.max_positions, self.head_dim)
         for name in ("hidden_size", "head_dim", "intermediate_size", "expert_size"):
             # One step of the matrix product takes 16 products, so a reduction is a whole number of steps.
             if getattr(self, name) % 16:
@@ -114,13 +117,18 @@ class Qwen3MoeConfig:
             )
         if len(self.sparse_layers) != self.num_layers:
             raise InputError(f"sparse_layers has {len(self.sparse_layers)} entries for {self.num_layers} layers")
-        if not 0 < self.rms_eps < 1:
-            raise InputError(f"config.json: rms_norm_eps = {self.rms_eps} must lie between 0 and 1")
+        if not MIN_EPS <= self.rms_eps < 1:
+            raise InputError(
+                f"config.json: rms_norm_eps = {self.rms_eps} must lie between {MIN_EPS:.4g} (FP32's smallest normal "
+                "number) and 1"
+            )
         if not 1 < self.rope_theta < float("inf"):
             raise InputError(f"config.json: rope_theta = {self.rope_theta} must exceed 1")
         for i in self.eos_token_ids:
             if not 0 <= i < self.vocab_size:
-                raise InputError(f"config.json: eos_token_id = {i} is outside the vocabulary of {self.vocab_size}")
+                raise InputError(
+                    f"config.json: eos_token_id = {shown(i)} is outside the vocabulary of {self.vocab_size}"
+                )
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> "Qwen3MoeConfig":
@@ -176,7 +184,10 @@ def _take(hf: Mapping[str, Any], name: str) -> Any:
         raise InputError(f"config.json: {' (or '.join(keys)}{')' * (len(keys) - 1)} is missing; nothing is assumed")
     if len(set(found.values())) > 1:
         raise InputError(f"config.json: {' and '.join(f'{k} = {v}' for k, v in found.items())} disagree; correct one")
-    return next(iter(found.values()))
+    value = next(iter(found.values()))
+    if kind is int:
+        check_size(name, keys[0], value)  # now: the list of sparse layers is made before the config is
+    return value
 
 
 def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
@@ -192,7 +203,7 @@ def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
     dtypes = {key: hf[key] for key in ("dtype", "torch_dtype") if hf.get(key) is not None}
     for key, dtype in dtypes.items():
         if dtype not in _DTYPES:
-            raise InputError(f"config.json: {key} = {dtype!r} is not supported; convert the weights to bfloat16")
+            raise InputError(f"config.json: {key} = {shown(dtype)} is not supported; convert the weights to bfloat16")
     if len(set(dtypes.values())) > 1:
         raise InputError(f"config.json: {' and '.join(f'{k} = {v}' for k, v in dtypes.items())} disagree; correct one")
     for key, allowed in _ONLY.items():
@@ -214,7 +225,9 @@ def _sparse_layers(hf: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
     dense = hf.get("mlp_only_layers") or []
     step = hf.get("decoder_sparse_step", 1)
     if not isinstance(dense, list) or any(type(i) is not int or not 0 <= i < num_layers for i in dense):
-        raise InputError(f"config.json: mlp_only_layers = {dense!r} should list layers between 0 and {num_layers - 1}")
+        raise InputError(
+            f"config.json: mlp_only_layers = {shown(dense)} should list layers between 0 and {num_layers - 1}"
+        )
     if typed("decoder_sparse_step", step, int) < 1:
         raise InputError(f"config.json: decoder_sparse_step = {step} must be at least 1")
     return tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers))

@@ -15,7 +15,12 @@ from typing import Any
 import numpy as np
 
 from minitransformer.errors import InputError
+from minitransformer.files import shown
 from minitransformer.ops.rope import rope_frequencies
+
+# Bounds within which every formula below stays finite, also in FP32; published configs are far inside them.
+_LARGEST = 1e6
+_MOST_POSITIONS = 2**31
 
 
 @dataclass(frozen=True)
@@ -32,19 +37,26 @@ class Yarn:
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.factor) and self.factor >= 1):
+        for name in ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"):
+            value = getattr(self, name)
+            # An mscale of 0 means none; a negative one would turn the sign of every score.
+            least = 0.0 if name.startswith("mscale") else 1 / _LARGEST
+            if value is not None and not least <= value <= _LARGEST:
+                raise InputError(
+                    f"config.json: rope_scaling {_YARN[name]} = {value} must be a finite number from {least:g} to "
+                    f"{_LARGEST:g}"
+                )
+        if self.factor < 1:
             raise InputError(f"config.json: rope_scaling factor = {self.factor} must be at least 1 for yarn")
-        if self.original_max_positions < 1:
+        if not 1 <= self.original_max_positions <= _MOST_POSITIONS:
             raise InputError(
-                f"config.json: rope_scaling original_max_position_embeddings = {self.original_max_positions} must be "
-                "positive"
+                "config.json: rope_scaling original_max_position_embeddings = "
+                f"{shown(self.original_max_positions)} must lie between 1 and {_MOST_POSITIONS}"
             )
-        if not self.beta_fast > self.beta_slow > 0:
+        if not self.beta_fast > self.beta_slow:
             raise InputError(
-                f"config.json: rope_scaling beta_fast = {self.beta_fast} must exceed beta_slow = {self.beta_slow} > 0"
+                f"config.json: rope_scaling beta_fast = {self.beta_fast} must exceed beta_slow = {self.beta_slow}"
             )
-        if self.attention_factor is not None and not self.attention_factor > 0:
-            raise InputError(f"config.json: rope_scaling attention_factor = {self.attention_factor} must be positive")
 
     def attention_scale(self) -> float:
         """The factor that multiplies cos and sin (so scores are scaled by its square)."""
@@ -138,7 +150,7 @@ def read_rope(hf: Mapping[str, Any]) -> tuple[float, Yarn | None]:
         if rope is None:
             continue
         if not isinstance(rope, Mapping):
-            raise InputError(f"config.json: {key} = {rope!r} should be an object or null")
+            raise InputError(f"config.json: {key} = {shown(rope)} should be an object or null")
         if rope.get("rope_theta") is not None:
             thetas[f"{key}.rope_theta"] = typed(f"{key}.rope_theta", rope["rope_theta"], float)
         scalings[key] = _scaling(key, rope)
@@ -160,7 +172,9 @@ def _scaling(key: str, rope: Mapping[str, Any]) -> Yarn | None:
         raise InputError(f"config.json: {key}.partial_rotary_factor is not supported; the whole head is rotated")
     allowed = set(_YARN.values()) if kinds == {"yarn"} else set()
     if unknown := sorted(given.keys() - allowed):
-        raise InputError(f"config.json: {key}.{unknown[0]} = {given[unknown[0]]!r} is not known for {kinds.pop()!r}")
+        raise InputError(
+            f"config.json: {key}.{unknown[0]} = {shown(given[unknown[0]])} is not known for {kinds.pop()!r}"
+        )
     if kinds == {"default"}:
         return None
     if missing := [k for k in ("factor", "original_max_position_embeddings") if k not in given]:

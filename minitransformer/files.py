@@ -1,0 +1,142 @@
+"""Text and JSON from files, and output files that appear whole or not at all. Standard library only.
+
+Whatever is wrong with a file is an InputError of one line that names it.
+"""
+
+import json
+import os
+import stat
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from minitransformer.errors import InputError
+
+SHOWN = 60
+
+
+def read_text(path: str | os.PathLike, help: str) -> str:
+    """UTF-8 text without a byte-order mark, which editors on Windows put first; help: what the file should hold."""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: not UTF-8 text; {help}") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def parse_json(where: str, text: str, help: str = "") -> Any:
+    """The value of a JSON text; a key that stands twice in one object is refused, not overwritten."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise InputError(f"{where}: the key {twice!r} stands twice; remove one")
+        return found
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except InputError:
+        raise
+    except RecursionError:
+        raise InputError(f"{where}: not valid JSON (nested too deeply){help}") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}: not valid JSON ({error}){help}") from None
+    except ValueError:  # Python's limit on the digits of an integer
+        raise InputError(f"{where}: not valid JSON (an integer of thousands of digits){help}") from None
+
+
+def shown(value: Any) -> str:
+    """A value for a message, cut to a length that a line can hold."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+
+
+def check_output(path: Path | None, inputs: Iterable[str | os.PathLike | None] = ()) -> None:
+    """InputError before any work is done if a file could not be written there, or if it is one of the inputs.
+
+    inputs: files, or directories, whose files are then the inputs; None is skipped.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise InputError(f"{path}: is a directory; name a file")
+    if _is_special(path):
+        if not os.access(path, os.W_OK):
+            raise InputError(f"{path}: can't be written")
+        return
+    for given in filter(None, inputs):
+        files = Path(given).iterdir() if Path(given).is_dir() else [Path(given)]
+        if path.exists() and any(file.exists() and path.samefile(file) for file in files):
+            raise InputError(f"{path}: is also an input ({given}); name another file to write")
+    parent = _target(path).parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise InputError(f"{path}: {parent} is not a directory that can be written; create it first")
+
+
+def write_text(path: Path, text: str) -> None:
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """A regular file appears whole; a pipe, a device or the standard output is written straight to."""
+    try:
+        _write(path, content)
+    except BrokenPipeError:
+        raise  # the reader has gone; the command line ends quietly
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+def _write(path: Path, content: bytes) -> None:
+    stream = standard_stream(path)
+    if stream is not None:
+        stream.flush()
+        stream.buffer.write(content)
+        stream.flush()
+    elif _is_special(path):
+        with open(path, "wb") as file:
+            file.write(content)
+    else:
+        with replacing_file(path) as temporary:
+            temporary.write_bytes(content)
+
+
+def is_replaceable(path: Path) -> bool:
+    """Whether `replacing_file` may be used: there is nothing yet, or a regular file."""
+    return standard_stream(path) is None and not _is_special(path)
+
+
+@contextmanager
+def replacing_file(path: Path) -> Iterator[Path]:
+    """A temporary name beside the file (or beside what a symbolic link points to), renamed to it at the end."""
+    target = _target(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def standard_stream(path: Path) -> IO[str] | None:
+    """sys.stdout or sys.stderr if the path is what it goes to: opening it once more would cut off what it holds."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if os.path.samestat(os.stat(path), os.fstat(stream.fileno())):
+                return stream
+        except (OSError, ValueError, AttributeError):
+            continue  # nothing at the path, or a stream that is closed or no file
+    return None
+
+
+def _is_special(path: Path) -> bool:
+    return path.exists() and not stat.S_ISREG(path.stat().st_mode)
+
+
+def _target(path: Path) -> Path:
+    return Path(os.path.realpath(path))
