@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,6 +66,19 @@ def test_help_has_an_example_that_parses(run, command):
     assert any(line.startswith(command) for line in lines)
     for line in lines:
         parser().parse_args(line.split())
+
+
+@pytest.mark.parametrize("command", ["align", "generate", "trace"])
+def test_help_says_the_ranges_of_sampling(run, command):
+    text = " ".join(run(f"{command} --help")[1].split())
+    assert "0 < P <= 1" in text and "1e-6 to 1e6, or 0 for greedy" in text and "requests are preempted" in text
+
+
+def test_examples_name_the_checkpoint_that_the_readme_makes():
+    root = Path(__file__).resolve().parent.parent
+    for page in (root / "README.md", *(root / "examples").glob("*.py")):
+        named = re.findall(r"(?:rl_step|make_demo_checkpoint)\.py.* (?:--model|--out) (\S+)", page.read_text())
+        assert set(named) <= {"demo/checkpoint"}, page
 
 
 def test_align_agrees_and_says_so(run, tmp_path):
