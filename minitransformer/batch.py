@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from minitransformer.errors import InputError
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -62,7 +64,7 @@ class Batch:
             key_rows_SL=rows,
             store_rows_T=torch.arange(starts[-1]),
             logit_rows_L=None,
-            request_ids=tuple(range(len(lengths)) if request_ids is None else request_ids),
+            request_ids=_names(request_ids, len(lengths)),
             num_store_rows=starts[-1],
         )
 
@@ -92,7 +94,7 @@ class Batch:
             key_rows_SL=rows,
             store_rows_T=torch.cat([rows[s, a:b] for s, (a, b) in enumerate(zip(starts, kv_lens, strict=True))]),
             logit_rows_L=None if logit_rows is None else torch.tensor(logit_rows, dtype=torch.int64),
-            request_ids=tuple(range(len(lengths)) if request_ids is None else request_ids),
+            request_ids=_names(request_ids, len(lengths)),
             num_store_rows=int(rows.max()) + 1,
         )
 
@@ -100,6 +102,13 @@ class Batch:
 def _refuse_empty(lengths: Sequence[int]) -> None:
     if not lengths or 0 in lengths:
         raise ValueError("Batch: a batch has at least one sequence, and every sequence at least one token")
+
+
+def _names(request_ids: Sequence[int] | None, count: int) -> tuple[int, ...]:
+    names = tuple(range(count) if request_ids is None else request_ids)
+    if len(names) != count:
+        raise InputError(f"{len(names)} request ids for {count} sequences: give one each, or None for 0, 1, ...")
+    return names
 
 
 def _bounds(lengths: Sequence[int]) -> tuple[int, ...]:

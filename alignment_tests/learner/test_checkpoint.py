@@ -172,6 +172,14 @@ def _lose_step(tensors, facts):
     del facts["step"]
 
 
+def _set(**values):
+    return lambda tensors, facts: facts.update(values)
+
+
+def _negative_square(tensors, facts):
+    tensors["exp_avg_sq.norm.weight"][5] = -1.0
+
+
 def _other_format(tensors, facts):
     facts["format"] = "else"
 
@@ -186,7 +194,16 @@ def _other_format(tensors, facts):
         (_reshape, r"masters.norm.weight is F32 \[65\], expected F32 \[64\]"),
         (_retype, r"masters.norm.weight is BF16 \[64\], expected F32"),
         (_poison, "exp_avg_sq.norm.weight holds a value that is not finite"),
+        (_negative_square, "exp_avg_sq.norm.weight holds a negative mean of squares"),
         (_lose_step, "step is missing from its metadata"),
+        (_set(step=-1), "step is -1, expected 0 to"),
+        (_set(step=10**400), "step is 1000.*expected 0 to"),
+        (_set(step=True), "step is missing from its metadata or malformed"),
+        (_set(lr=-1.0), "lr is -1.0, expected a finite number of at least 0"),
+        (_set(lr=float("nan")), "lr is nan"),
+        (_set(lr=float("inf")), "lr is inf"),
+        (_set(tensors=[["masters.norm.weight"]]), "tensors in its metadata holds something else than names"),
+        (_set(adamw=None), "adamw is missing from its metadata or malformed"),
         (_other_format, "not a learner's checkpoint"),
     ],
 )
@@ -199,7 +216,23 @@ def test_damaged_content_is_refused_and_nothing_changes(saved, tmp_path, damage,
     with pytest.raises(InputError, match=message):
         learner.load(tmp_path / "bad")
     _assert_same(_state(learner), before)
-    assert learner.step == 0
+    assert learner.step == 0 and learner.lr == 1e-3
+
+
+def test_another_torch_or_vector_unit_is_refused_unless_allowed(saved, monkeypatch):
+    """torch's AdamW has other last bits there: an exact resume is not to be had."""
+    for owner, name, value, message in [
+        (torch, "__version__", "9.9.0", "adamw differs: torch is .* in the file and 9.9.0 here; .*other_adamw=True"),
+        (torch.backends.cpu, "get_cpu_capability", lambda: "VSX", "unit is cpu .* in the file and cpu VSX here"),
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            learner = _learner()
+            with pytest.raises(InputError, match=message):
+                learner.load(saved[0])
+            assert learner.step == 0
+            learner.load(saved[0], other_adamw=True)
+            _assert_same(_state(learner), saved[1])
 
 
 def test_a_file_that_is_no_checkpoint(saved, tmp_path):

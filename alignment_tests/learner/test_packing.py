@@ -1,10 +1,12 @@
 """Packing: which row scores which token, first fit by hand, and a round trip over random shapes."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minitransformer.batch import Batch
 from minitransformer.errors import InputError
 from minitransformer.learner.packing import Sample, pack, unpack
 
@@ -49,9 +51,21 @@ def test_every_target_comes_back_once(data):
     assert [t.tolist() for t in targets] == [s[n:] for s, n in zip(sequences, prompts, strict=True)]
 
 
-def test_tensors_are_sequences_too():
-    (one,) = pack([torch.tensor([1, 2, 3])], [1], max_tokens=8, vocab_size=VOCAB, max_positions=CONTEXT)
-    assert one.target_ids_L.tolist() == [2, 3]
+def test_tensors_arrays_and_generators_are_sequences_too():
+    for ids in (torch.tensor([1, 2, 3]), np.array([1, 2, 3], np.int32), iter([1, 2, 3]), range(1, 4)):
+        (one,) = pack(iter([ids]), np.array([1]), max_tokens=8, vocab_size=VOCAB, max_positions=CONTEXT)
+        assert one.target_ids_L.tolist() == [2, 3] and one.batch.logit_rows_L.tolist() == [0, 1]
+    sample = Sample(np.array([1, 2, 3]), 1, np.array([0.5, 1.0]))
+    assert sample.completion_len == 2 and sample.column("advantages", "").tolist() == [0.5, 1.0]
+    assert Sample(iter([1, 2, 3]), 1) == Sample([1, 2, 3], 1)
+
+
+def test_request_ids_are_one_a_sequence():
+    for bad in ([], [1], [1, 2, 3]):
+        with pytest.raises(InputError, match=f"{len(bad)} request ids for 2 sequences"):
+            Batch.packed([[1], [2]], request_ids=bad)
+        with pytest.raises(InputError, match=f"{len(bad)} request ids for 2 sequences"):
+            Batch.paged([[1], [2]], [0, 0], [[0], [1]], 4, request_ids=bad)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +79,9 @@ def test_tensors_are_sequences_too():
         ([1] * 65, 1, "sequence 1: 65 tokens exceed the model's context of 64"),
         ([1] * 18, 1, "sequence 1: 17 tokens to feed exceed a pack of 16"),
         ([1, 2.5], 1, "sequence 1: ids must be integers"),
+        (1.5, 1, "sequence 1: ids must be integers"),
+        ([1, 2, 3], 1.5, "sequence 1: prompt length 1.5; give an integer"),
+        ([1, 2, 3], None, "sequence 1: prompt length None; give an integer"),
         ("hi", 1, "sequence 1: ids must be integers"),
     ],
 )
@@ -87,5 +104,7 @@ def test_columns_of_a_sample():
     assert sample.column("ref_log_probs", "sample 0") is None
     with pytest.raises(InputError, match="sample 3: advantages has shape"):
         Sample([1, 2, 3, 4], 2, advantages=[1.0]).column("advantages", "sample 3")
+    with pytest.raises(InputError, match="sample 3: advantages is 'much'; give numbers"):
+        Sample([1, 2, 3, 4], 2, advantages="much").column("advantages", "sample 3")
     with pytest.raises(InputError, match="sample 3: old_log_probs holds a value that is not finite"):
         Sample([1, 2, 3], 2, old_log_probs=[float("nan")]).column("old_log_probs", "sample 3")

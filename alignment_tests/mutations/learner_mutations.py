@@ -1,10 +1,12 @@
 """Faults of a learner, each put back on purpose; the check is the test of the law that it breaks."""
 
+import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -12,6 +14,7 @@ from alignment_tests.learner import test_checkpoint, test_learner, test_losses, 
 from alignment_tests.learner.test_loop import sample_score_update
 from alignment_tests.mutations import Mutation, patched
 from minitransformer.batch import Batch
+from minitransformer.errors import InputError
 from minitransformer.learner import checkpoint, gradients, learner, losses, packing
 from minitransformer.learner.learner import Learner
 from minitransformer.sampler.sampler import Sampler
@@ -108,6 +111,27 @@ def _cut_on_both_sides(lp, old, advantage, ref, low, high, kl_coef, loss, grad, 
     grad[(ratio < low) | (ratio > high)] = 0.0
 
 
+def _applied_before_it_is_checked(path, metadata):
+    """Step and learning rate of a file are taken as they stand."""
+    return json.loads(metadata["learner"])
+
+
+def _check_damaged_facts() -> None:
+    """A file with a negative learning rate is refused, and nothing of it is applied."""
+    one = test_checkpoint._learner()
+    with tempfile.TemporaryDirectory() as folder:
+        test_checkpoint._learner(seed=0).save(Path(folder) / "run")
+        tensors, facts = test_checkpoint._read(Path(folder) / "run")
+        tensors["masters.norm.weight"] += 1
+        _save_file(tensors, Path(folder) / "bad", metadata={"learner": json.dumps(facts | {"lr": -1.0})})
+        before = test_checkpoint._state(one)
+        try:
+            one.load(Path(folder) / "bad")
+        except InputError:
+            pass
+        test_checkpoint._assert_same(test_checkpoint._state(one), before)
+
+
 def _check_scores() -> None:
     test_learner.test_score_is_the_models_log_prob_of_each_next_token(tiny.tiny_model())
 
@@ -137,6 +161,30 @@ def _check_resume() -> None:
     test_checkpoint._assert_same(test_checkpoint._state(resumed), test_checkpoint._state(straight))
 
 
+def _check_other_unit() -> None:
+    """A run of another vector unit is not resumed as if its updates had the same bits here."""
+    with tempfile.TemporaryDirectory() as folder:
+        with mock.patch.object(torch.backends.cpu, "get_cpu_capability", lambda: "VSX"):
+            test_checkpoint._learner().save(Path(folder) / "run")
+        try:
+            test_checkpoint._learner().load(Path(folder) / "run")
+        except InputError:
+            return
+    raise AssertionError("resumed with another AdamW")
+
+
+def _check_replaced() -> None:
+    """A learner whose model has another parameter by now says so before it updates the old one."""
+    model = tiny.tiny_model()
+    one = Learner(model)
+    model.norm.weight = torch.nn.Parameter(model.norm.weight.data)
+    try:
+        one.update(tiny.random_samples(tiny.tiny_model(), 5, 1))
+    except InputError:
+        return
+    raise AssertionError("updated a parameter that the model does not have")
+
+
 def _mutation(name: str, law: str, owner: Any, attribute: str, mutant: Any, check: Callable[[], None]) -> Mutation:
     return Mutation(name, law, patched(owner, attribute, mutant), check)
 
@@ -157,6 +205,11 @@ MUTATIONS = [
     _mutation("a pack leaks its first token", "ignores the packing", packing, "Batch", _LeakingBatch, _check_packing),
     _mutation("resume loses the step counter", _RESUME, checkpoint, "_fill", _without_steps, _check_resume),
     _mutation("resume loses the moments", _RESUME, checkpoint, "_fill", _without_moments, _check_resume),
+    _mutation("a file half applied", "all or nothing", checkpoint, "_read_facts", _applied_before_it_is_checked,
+              _check_damaged_facts),
+    _mutation("resume with another AdamW", _RESUME, checkpoint, "_ADAMW", {}, _check_other_unit),
+    _mutation("a replaced parameter is not looked for", "the masters are the model's", Learner,
+              "_refuse_replaced_parameters", lambda self: None, _check_replaced),
     _mutation("masters saved in BF16", _RESUME, checkpoint, "save_file", _rounded_masters, _check_resume),
     _mutation("weights updated twice", _STEP, Learner, "_apply", _two_steps, test_learner.test_adamw_by_hand),
     _mutation(

@@ -8,6 +8,7 @@ import torch
 
 from alignment_tests import laws
 from alignment_tests.model import test_nvfp4_laws as nvfp4_laws
+from alignment_tests.model import test_weights_stamp
 from alignment_tests.mutations import Mutation, patched
 from alignment_tests.ops import test_quantised_linear
 from minitransformer.models.qwen3_moe import experts
@@ -98,6 +99,9 @@ MUTATIONS = [
              patched(dispatch, "combine_weighted_forward", mul_then_add), law(laws.learner_equals_sampler)),
     Mutation("quantised weights outlive an update", "an update is seen",
              patched(QuantisedExperts, "weight_operand", stale_operand), updates_are_seen),
+    Mutation("weights to quantise known by their address", "an update is seen",
+             patched(experts, "WeightsStamp", lambda tensors: [(t.data_ptr(), t._version) for t in tensors]),
+             test_weights_stamp.replaced_weights_are_quantised_again),
     Mutation("gate's and up's outer scales merged", "agrees (quantised_linear)",
              gate_and_up_merged, test_quantised_linear.test_gate_and_up_keep_their_own_scale),
 ]  # fmt: skip

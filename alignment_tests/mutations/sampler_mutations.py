@@ -6,13 +6,16 @@ from collections.abc import Sequence as SequenceOf
 import torch
 
 from alignment_tests.mutations import Mutation, patched
-from alignment_tests.sampler import test_pages, test_prefix_cache, test_sampler, test_scheduler
+from alignment_tests.sampler import test_failures, test_pages, test_prefix_cache, test_sampler, test_scheduler
 from alignment_tests.sampler.fake import FakeModel, Request, assert_alone, play, poisoned, prompts
+from minitransformer.batch import Batch
+from minitransformer.errors import InputError
 from minitransformer.sampler import sampler as sampler_module
 from minitransformer.sampler.pages import ROOT, PagePool
 from minitransformer.sampler.sampler import Sampler
 from minitransformer.sampler.scheduler import Chunk, Scheduler
 from minitransformer.sampler.sequence import SamplingParams, Sequence
+from minitransformer.weights_stamp import WeightsStamp
 
 DRAW, ADMIT, SAMPLE, LOGPROB = sampler_module._draw, Scheduler._admit, sampler_module.sample, sampler_module.logprob
 
@@ -38,7 +41,7 @@ def noise_by_slot(row_V: torch.Tensor, seed: int, *options) -> int:
     return SAMPLE(row_V, seed + row_V.storage_offset() // row_V.numel(), *options)
 
 
-def noise_by_count(sequences: list[Sequence], logits_LV: torch.Tensor) -> tuple[list[int], list[float]]:
+def noise_by_count(sequences: list[Sequence], logits_LV: torch.Tensor) -> list:
     """The noise's position counts new tokens, not positions."""
     drawn = iter([len(s.log_probs) for s in sequences])
     with patched(sampler_module, "sample", lambda row_V, seed, _, *rest: SAMPLE(row_V, seed, next(drawn), *rest))():
@@ -105,11 +108,33 @@ def key_of_a_weak_hash(self: PagePool, parent: int, ids: SequenceOf[int]) -> tup
     return parent, (sum(i // 2 for i in ids),) * len(ids)
 
 
-def stop_seen_one_token_late(self: Sequence, token_id: int, log_prob: float) -> str | None:
-    reason = "stop" if len(self.ids) > self.prompt_len and self.ids[-1] in self.stop_ids else None
-    self.ids.append(token_id)
-    self.log_probs.append(log_prob)
-    return reason or ("length" if len(self.ids) >= self.max_len else None)
+def stop_seen_one_token_late(self: Sequence, token_id: int) -> str | None:
+    if len(self.ids) > self.prompt_len and self.ids[-1] in self.stop_ids:
+        return "stop"
+    return "length" if len(self.ids) + 1 >= self.max_len else None
+
+
+def counted_before_they_are_drawn(self: Sampler, chunks: list[Chunk]) -> Batch:
+    """Keys and values count as computed although the step may still fail."""
+    batch = BATCH(self, chunks)
+    for chunk in chunks:
+        self.scheduler.computed(chunk)
+    return batch
+
+
+def all_fail_with_one(sequences: list[Sequence], logits_LV: torch.Tensor) -> list:
+    drawn = DRAW(sequences, logits_LV)
+    errors = [token for token in drawn if isinstance(token, InputError)]
+    return [errors[0]] * len(drawn) if errors else drawn
+
+
+def stamp_without_the_recipe(self: Sampler) -> WeightsStamp:
+    return WeightsStamp(self.model.parameters(), (), (self.model.weights_version,))
+
+
+def stamp_of_addresses(self: Sampler) -> tuple:
+    recipe = getattr(getattr(self.model, "recipe", None), "key", None)
+    return recipe, self.model.weights_version, [(p.data_ptr(), p._version) for p in self.model.parameters()]
 
 
 def removed_with_its_pages(self: Scheduler, sequence: Sequence) -> None:
@@ -120,8 +145,9 @@ def released_first_page_first(self: PagePool, pages: SequenceOf[int]) -> None:
     RELEASE(self, list(reversed(pages)))
 
 
-PREEMPT, RELEASE, MATCH = Scheduler.preempt, PagePool.release, PagePool.match
+PREEMPT, RELEASE, MATCH, BATCH = Scheduler.preempt, PagePool.release, PagePool.match, Sampler._batch
 IGNORES, NOISE = "ignores the schedule", "the noise is keyed by (seed, position, token id)"
+FAILS = "a failure is one request's own, or nobody's"
 PREFIX, PAGES, FAIR = "ignores the prefix cache", "no page is leaked or owned twice", "the earliest request advances"
 
 
@@ -182,6 +208,15 @@ MUTATIONS = [
     Mutation("a page evicted before the page that continues it", PAGES,
              patched(PagePool, "release", released_first_page_first),
              test_pages.test_the_least_recently_used_page_is_evicted_and_children_before_parents),
+    Mutation("prefix cache outlives the recipe", PREFIX, patched(Sampler, "_weights_stamp", stamp_without_the_recipe),
+             test_prefix_cache.test_another_recipe_is_seen_and_old_keys_are_not),
+    Mutation("weights known by their address", PREFIX, patched(Sampler, "_weights_stamp", stamp_of_addresses),
+             test_prefix_cache.test_new_weights_are_seen_and_old_keys_are_not),
+    Mutation("keys count before the tokens are drawn", FAILS,
+             patched(Sampler, "_batch", counted_before_they_are_drawn),
+             lambda: test_failures.interrupted_schedule("draw")),
+    Mutation("a bad request takes its neighbours along", FAILS, patched(sampler_module, "_draw", all_fail_with_one),
+             test_failures.one_bad_request),
     Mutation("stop token noticed one token late", "stops where it must",
-             patched(Sequence, "append", stop_seen_one_token_late), test_sampler.test_finish_reasons),
+             patched(Sequence, "finish_reason", stop_seen_one_token_late), test_sampler.test_finish_reasons),
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -47,6 +48,10 @@ def test_sizes(name: str, value: object) -> None:
         (torch.tensor([[4, 5]]), "[4, 5] at index 0"),
         ("text", "no tokenizer"),
         (7, "is 7"),
+        ({4, 5}, "is {4, 5}"),
+        (b"ab", "is b'ab'"),
+        (np.array([4.0, 5.0]), "4.0 at index 0"),
+        ([4, True], "True at index 1"),
         ([4] * 96, "has 96 tokens, the context is 96: shorten it to 95"),
         ([4] * 30, "takes 12 pages of 4 and there are 10"),
     ],
@@ -74,8 +79,26 @@ def test_generate() -> None:
     refuses("single prompt", sampler.generate, torch.tensor([4, 5]))
     refuses("params has 1 entries for 2 prompts", sampler.generate, [[4], [5]], [SamplingParams()])
     refuses("outside the vocabulary of 24", sampler.generate, [[4]], SamplingParams(stop_token_ids=(24,)))
+    refuses("prompts is 7", sampler.generate, 7)
+    refuses("prompts is {", sampler.generate, {4: 5})
+    refuses("params[0] is 'hot'", sampler.generate, [[4]], ["hot"])
+    refuses("params is 7", sampler.generate, [[4]], 7)
+    refuses("params is 7", sampler.add, [4], 7)
     assert sampler.generate([]) == []
     request = sampler.add([4, 5])
     refuses("in flight", sampler.generate, [[4]])
     refuses("request 7 is not in flight", sampler.abort, 7)
     assert sampler.abort(request).token_ids == []
+
+
+def test_any_list_of_integers_is_a_prompt() -> None:
+    """Tensors, arrays, tuples, ranges and generators of ids, and generators of prompts and parameters."""
+    params = SamplingParams(3, ignore_eos=True)
+    want = Sampler(FakeModel()).generate([[4, 5, 6]], params)[0]
+    ids = [torch.tensor([4, 5, 6]), np.array([4, 5, 6], np.uint16), (4, 5, 6), range(4, 7), iter([4, 5, 6])]
+    ids += [[np.int32(4), torch.tensor(5), 6]]
+    for got in Sampler(FakeModel()).generate((p for p in ids), iter([params] * len(ids))):
+        assert (got.prompt_ids, got.token_ids, got.log_probs) == ([4, 5, 6], want.token_ids, want.log_probs)
+        assert all(type(i) is int for i in got.prompt_ids)
+    (got,) = Sampler(FakeModel()).generate(np.array([[4, 5, 6]]), [None])
+    assert got.token_ids == Sampler(FakeModel()).generate([[4, 5, 6]])[0].token_ids

@@ -3,10 +3,14 @@ weights."""
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
+from alignment_tests.learner.tiny import tiny_model
 from alignment_tests.sampler.fake import FakeModel, Request, alone, assert_alone, assert_bits, play, poisoned, prompts
+from minitransformer.learner.learner import Learner
+from minitransformer.recipe import get
 from minitransformer.sampler.sampler import Sampler
 from minitransformer.sampler.sequence import SamplingParams
 
@@ -97,8 +101,14 @@ def test_new_weights_are_seen_and_old_keys_are_not() -> None:
         model.salt.data.add_(1)
         sampler.reset_cache()
 
-    for change in (optimiser_step, replaced, announced, behind_torchs_back):
-        model = FakeModel()
+    def replaced_at_the_same_address(model: FakeModel) -> None:
+        """The second parameter has the first one's address and count of writes, as after two replacements in a row."""
+        salt[:] = 2
+        model.salt = torch.nn.Parameter(torch.from_numpy(salt))
+
+    for change in (optimiser_step, replaced, replaced_at_the_same_address, announced, behind_torchs_back):
+        model, salt = FakeModel(), np.ones(1, np.float32)
+        model.salt = torch.nn.Parameter(torch.from_numpy(salt))
         sampler = Sampler(model, page_size=4)
         old = sampler.generate([list(prompt)], params)[0]
         change(model)
@@ -107,6 +117,30 @@ def test_new_weights_are_seen_and_old_keys_are_not() -> None:
         token_ids, log_probs, _ = alone(model, prompt, params)
         assert new.token_ids == token_ids
         assert_bits(new.log_probs, log_probs, change.__name__)
+
+
+def test_another_recipe_is_seen_and_old_keys_are_not() -> None:
+    """bf16 -> nvfp4_per_token -> bf16 on one sampler: no hit of the other format's keys, and the learner's bits."""
+    model, params = tiny_model(3), SamplingParams(6, ignore_eos=True)
+    prompt = torch.randint(0, 96, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    sampler, outcomes = Sampler(model, page_size=4), []
+    for recipe in ("bf16", "nvfp4_per_token", "bf16"):
+        model.set_recipe(recipe)
+        got, again = (sampler.generate([prompt], params)[0] for _ in range(2))
+        assert (got.cached_tokens, again.cached_tokens) == (0, 36), recipe
+        (score,) = Learner(model).score([got.prompt_ids + got.token_ids], [40])
+        assert_bits(got.log_probs, score.tolist(), recipe)
+        assert_bits(again.log_probs, score.tolist(), f"{recipe}, from the prefix cache")
+        outcomes.append(got.log_probs)
+    assert outcomes[0] == outcomes[2] != outcomes[1]
+
+
+def test_another_recipe_of_one_layer_is_seen() -> None:
+    model, params = tiny_model(3), SamplingParams(2, ignore_eos=True)
+    sampler = Sampler(model, page_size=4)
+    sampler.generate([[5] * 20], params)
+    model.layers[0].mlp.set_recipe(get("nvfp4_per_token"))
+    assert sampler.generate([[5] * 20], params)[0].cached_tokens == 0
 
 
 def test_the_same_weights_written_again_change_no_output() -> None:

@@ -21,8 +21,11 @@ def advance(scheduler: Scheduler) -> list[tuple[int, int, int]]:
     for chunk in chunks:
         scheduler.computed(chunk)
     for chunk in chunks:
-        if chunk.sequence.remaining == 0 and chunk.sequence.append(0, 0.0):
-            scheduler.remove(chunk.sequence)
+        if chunk.sequence.remaining == 0:
+            finished = chunk.sequence.finish_reason(0)
+            chunk.sequence.append(0, 0.0)
+            if finished:
+                scheduler.remove(chunk.sequence)
     scheduler.check()
     return [(c.sequence.request_id, c.start, c.count) for c in chunks]
 

@@ -1,15 +1,17 @@
 """A learner on disk: one safetensors file with all that an exact resume needs, and nothing that can run code.
 
     masters.NAME, exp_avg.NAME, exp_avg_sq.NAME    FP32, the parameter's shape, one of each a trained parameter
-    __metadata__["learner"]                        JSON: format, step, lr, settings, config, spec, frozen, tensors
+    __metadata__["learner"]    JSON: format, step, lr, settings, config, spec, frozen, adamw, tensors
 
 settings are those that decide the bits of an update; config and spec are the model's; frozen holds a sha256 of each
-frozen parameter, whose values stay in the model's own checkpoint; tensors lists what the file must hold. The file is
-written under a temporary name, flushed, and renamed. No random state: neither the learner nor its losses draw numbers.
+frozen parameter, whose values stay in the model's own checkpoint; adamw names what computed torch's AdamW (version of
+torch, vector unit), for its bits follow both; tensors lists what the file must hold. The file is written under a
+temporary name, flushed, and renamed. No random state: neither the learner nor its losses draw numbers.
 """
 
 import hashlib
 import json
+import math
 import os
 import secrets
 from collections.abc import Iterator
@@ -27,7 +29,8 @@ from minitransformer.errors import InputError
 if TYPE_CHECKING:
     from minitransformer.learner.learner import Learner
 
-FORMAT = "minitransformer-learner/1"
+FORMAT = "minitransformer-learner/2"
+MAX_STEP = 1 << 24  # torch counts steps in FP32
 # Entries that must be the same here and in the file, and what to do when they are not.
 _MUST_MATCH = {
     "config": "load the model that this run trained",
@@ -35,6 +38,8 @@ _MUST_MATCH = {
     "settings": "make the Learner with the saved settings",
     "frozen": "load the model whose frozen weights this run used, and freeze the same parameters",
 }
+# The same for what Learner.load(other_adamw=True) lets differ.
+_ADAMW = {"adamw": "resume there, or pass other_adamw=True to go on with updates whose last bits may differ"}
 
 
 def save(learner: "Learner", path: str | os.PathLike) -> None:
@@ -55,15 +60,17 @@ def save(learner: "Learner", path: str | os.PathLike) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def load(learner: "Learner", path: str | os.PathLike) -> None:
-    """Fills masters, optimizer state, step and lr. Everything is checked before the first value is taken."""
+def load(learner: "Learner", path: str | os.PathLike, other_adamw: bool = False) -> None:
+    """Fills masters, optimizer state, step and lr. Everything is read and checked before the first value is taken.
+
+    other_adamw: resume although AdamW was computed by another torch or vector unit than here.
+    """
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             facts = _read_facts(path, file.metadata())
-            _refuse_differences(path, facts, _facts(learner))
+            _refuse_differences(path, facts, _facts(learner), _MUST_MATCH | ({} if other_adamw else _ADAMW))
             _refuse_incomplete(path, facts, file, learner)
-            _fill(learner, file, facts["step"])
-            learner.lr = facts["lr"]
+            _fill(learner, file, facts)
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path}: not a complete safetensors file ({error}); save it again") from None
 
@@ -87,8 +94,16 @@ def _facts(learner: "Learner") -> dict[str, Any]:
         "spec": learner.model.spec.entries(),
         "settings": settings,
         "frozen": {name: _digest(p) for name, p in learner.frozen.items()},
+        "adamw": _adamw(next(iter(learner.masters.values())).device),
     }
     return json.loads(json.dumps(facts))  # as a file gives it back: lists for tuples
+
+
+def _adamw(device: torch.device) -> dict[str, str]:
+    """What torch's AdamW runs on: its loops are compiled once a vector unit, and not all of them round alike."""
+    if device.type == "cpu":
+        return {"torch": str(torch.__version__), "unit": f"cpu {torch.backends.cpu.get_cpu_capability()}"}
+    return {"torch": str(torch.__version__), "unit": torch.cuda.get_device_name(device)}
 
 
 def _digest(parameter: Tensor) -> str:
@@ -99,19 +114,27 @@ def _digest(parameter: Tensor) -> str:
 def _read_facts(path: str | os.PathLike, metadata: dict[str, str] | None) -> dict[str, Any]:
     try:
         facts = json.loads((metadata or {}).get("learner", "null"))
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         facts = None
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         raise InputError(f"{path}: not a learner's checkpoint of format {FORMAT}; Learner.save writes one")
-    kinds = {"step": int, "lr": float, "tensors": list} | dict.fromkeys(_MUST_MATCH, dict)
+    kinds = {"step": int, "lr": float, "tensors": list} | dict.fromkeys(_MUST_MATCH | _ADAMW, dict)
     for key, kind in kinds.items():
         if type(facts.get(key)) is not kind:
             raise InputError(f"{path}: {key} is missing from its metadata or malformed; save it again")
+    if not all(type(name) is str for name in facts["tensors"]):
+        raise InputError(f"{path}: tensors in its metadata holds something else than names; save it again")
+    if not 0 <= facts["step"] <= MAX_STEP:
+        raise InputError(f"{path}: step is {facts['step']}, expected 0 to {MAX_STEP}; save it again")
+    if not 0 <= facts["lr"] < math.inf:
+        raise InputError(f"{path}: lr is {facts['lr']}, expected a finite number of at least 0; save it again")
     return facts
 
 
-def _refuse_differences(path: str | os.PathLike, saved: dict[str, Any], here: dict[str, Any]) -> None:
-    for group, advice in _MUST_MATCH.items():
+def _refuse_differences(
+    path: str | os.PathLike, saved: dict[str, Any], here: dict[str, Any], groups: dict[str, str]
+) -> None:
+    for group, advice in groups.items():
         for key in sorted(saved[group].keys() | here[group].keys()):
             a, b = (side[group].get(key, "absent") for side in (saved, here))
             if a != b:
@@ -132,19 +155,23 @@ def _refuse_incomplete(path: str | os.PathLike, facts: dict[str, Any], file: Any
         if view.get_dtype() != "F32" or tuple(view.get_shape()) != tuple(like.shape):
             found = f"{view.get_dtype()} {list(view.get_shape())}"
             raise InputError(f"{path}: {name} is {found}, expected F32 {list(like.shape)}; save it again")
-        if not torch.isfinite(file.get_tensor(name)).all():
+        values = file.get_tensor(name)
+        if not torch.isfinite(values).all():
             raise InputError(f"{path}: {name} holds a value that is not finite; go back to an earlier checkpoint")
+        if name.startswith("exp_avg_sq.") and (values < 0).any():
+            raise InputError(f"{path}: {name} holds a negative mean of squares; go back to an earlier checkpoint")
 
 
-def _fill(learner: "Learner", file: Any, step: int) -> None:
+def _fill(learner: "Learner", file: Any, facts: dict[str, Any]) -> None:
+    values = {name: file.get_tensor(name) for name, _ in _state(learner)}  # a read may fail: nothing is changed yet
     learner.optimizer.state.clear()
     for name, master in learner.masters.items():
-        master.copy_(file.get_tensor(f"masters.{name}"))
-        if step:
+        master.copy_(values[f"masters.{name}"])
+        if facts["step"]:
             # torch counts a parameter's steps in an FP32 tensor, which bias correction reads.
             learner.optimizer.state[master] = {
-                "step": torch.tensor(float(step), dtype=torch.float32),
-                "exp_avg": file.get_tensor(f"exp_avg.{name}").to(master.device),
-                "exp_avg_sq": file.get_tensor(f"exp_avg_sq.{name}").to(master.device),
+                "step": torch.tensor(float(facts["step"]), dtype=torch.float32),
+                "exp_avg": values[f"exp_avg.{name}"].to(master.device),
+                "exp_avg_sq": values[f"exp_avg_sq.{name}"].to(master.device),
             }
-    learner.step = step
+    learner.step, learner.lr = facts["step"], facts["lr"]

@@ -5,11 +5,14 @@ An update is: pack -> model -> logprob -> loss -> backward, pack after pack -> c
     loss         the derivative of a token's loss (losses.py), FP32, divided by the number of tokens of the update
     gradients    BF16 from the model; summed over packs, measured and clipped in gradients.py
     masters      FP32, updated by torch.optim.AdamW with foreach=False, fused=False: one plain elementwise loop a
-                 tensor, whose bits follow neither the number of threads nor how parameters happen to be grouped
+                 tensor, whose bits follow neither the number of threads nor how parameters happen to be grouped.
+                 The one exception to "no arithmetic but ours": they follow torch's version and the vector unit that
+                 torch picks on a CPU (ATEN_CPU_CAPABILITY overrides it), so a saved run records both (checkpoint.py)
     weights      BF16 of the masters, nearest even, written into the model's own storage; weights_version + 1
 
-With the same packs an update repeats bit for bit. Other packs change no log-prob, no loss and no token's weight in it,
-but a weight gradient is one chain over the tokens in packed order, so they may change a gradient's last bits.
+With the same packs, torch and vector unit an update repeats bit for bit. Other packs change no log-prob, no loss and
+no token's weight in it, but a weight gradient is one chain over the tokens in packed order, so they may change a
+gradient's last bits.
 """
 
 import math
@@ -26,11 +29,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from minitransformer.errors import InputError
-from minitransformer.learner import checkpoint, gradients
+from minitransformer.integers import as_list
+from minitransformer.learner import arguments, checkpoint, gradients
 from minitransformer.learner.losses import Loss, PolicyGradient, TokenLoss
 from minitransformer.learner.metrics import UpdateMetrics, metrics
 from minitransformer.learner.packing import Pack, Sample, pack, unpack
 from minitransformer.ops.logprob import logprob
+from minitransformer.weights_stamp import WeightsStamp
 
 
 class Learner:
@@ -105,9 +110,10 @@ class Learner:
         1, as in SamplingParams. trace: takes the rows of every stage under request_ids (default: 0, 1, ...).
         Raises InputError, naming the sequence, for bad input.
         """
-        temperatures = _temperatures(temperature, len(sequences))
-        names = range(len(sequences)) if request_ids is None else request_ids
+        sequences, prompt_lens = as_list("sequences", sequences), as_list("prompt_lens", prompt_lens)
         packs = self._pack(sequences, prompt_lens)
+        temperatures = arguments.temperatures(temperature, len(sequences))
+        names = arguments.request_ids(request_ids, len(sequences))
         scores = []
         with torch.no_grad():
             for one in packs:
@@ -116,7 +122,7 @@ class Learner:
         found = unpack(packs, scores)
         if trace is not None:
             for s, log_probs_L in enumerate(found):
-                positions = range(prompt_lens[s], prompt_lens[s] + len(log_probs_L))
+                positions = range(int(prompt_lens[s]), int(prompt_lens[s]) + len(log_probs_L))
                 trace.note_log_probs(names[s], positions, log_probs_L)
         return found
 
@@ -127,8 +133,9 @@ class Learner:
         the sample or the first such parameter; then masters, optimizer state and weights are what they were.
         """
         loss = PolicyGradient() if loss is None else loss
+        samples = arguments.samples(samples)
         self._refuse_foreign_weights()
-        temperatures = _temperatures([s.temperature for s in samples], len(samples))
+        temperatures = arguments.temperatures([s.temperature for s in samples], len(samples))
         packs = self._pack([s.ids for s in samples], [s.prompt_len for s in samples])
         tokens = sum(s.completion_len for s in samples)
         totals: dict[str, Tensor] = {}
@@ -152,15 +159,18 @@ class Learner:
 
     def save(self, path: str | PathLike) -> None:
         """Writes one safetensors file with all that an exact resume needs (see checkpoint.py); atomic."""
+        self._refuse_replaced_parameters()
         checkpoint.save(self, path)
 
-    def load(self, path: str | PathLike) -> None:
+    def load(self, path: str | PathLike, other_adamw: bool = False) -> None:
         """Takes up a saved run: masters, optimizer state, step, learning rate, and the model's weights from them.
 
         Raises InputError, naming the entry, if the file is damaged or belongs to another model, other frozen weights
-        or other settings; then nothing has changed.
+        or other settings; then nothing has changed. So it does if another version of torch or vector unit computed
+        its updates, whose last bits may then differ: other_adamw=True accepts that, and the resume is not exact.
         """
-        checkpoint.load(self, path)
+        self._refuse_replaced_parameters()
+        checkpoint.load(self, path, other_adamw)
         self.write_weights()
 
     @torch.no_grad()
@@ -171,9 +181,8 @@ class Learner:
         self.model.weights_version += 1
         self._written = self._stamp()
 
-    def _stamp(self) -> tuple:
-        # torch counts in-place writes to a tensor; together with its address that betrays a write by anyone.
-        return tuple((p.data_ptr(), p._version) for p in self.parameters.values())
+    def _stamp(self) -> dict[str, WeightsStamp]:
+        return {name: WeightsStamp([p]) for name, p in self.parameters.items()}
 
     def _pack(self, sequences: Sequence[Sequence[int]], prompt_lens: Sequence[int]) -> list[Pack]:
         config = self.model.config
@@ -186,9 +195,17 @@ class Learner:
         # logprob takes one temperature; its rows are independent, so a call a sequence has the bits of one call.
         return torch.cat([logprob(*row, temperatures[s]) for s, row in zip(one.sequences, rows, strict=True)])
 
+    def _refuse_replaced_parameters(self) -> None:
+        now = dict(self.model.named_parameters())
+        for name, parameter in (self.parameters | self.frozen).items():
+            if now.get(name) is not parameter:
+                raise InputError(f"{name} of the model is no longer the parameter it was: make a new Learner")
+
     def _refuse_foreign_weights(self) -> None:
-        for name, before, now in zip(self.parameters, self._written, self._stamp(), strict=True):
-            if before != now:
+        """As far as WeightsStamp sees them: not what is written through .data or NumPy."""
+        self._refuse_replaced_parameters()
+        for name, stamp in self._stamp().items():
+            if stamp != self._written[name]:
                 raise InputError(f"{name} was written by someone else: the masters are stale, make a new Learner")
 
     def _apply(self, totals: dict[str, Tensor]) -> None:
@@ -211,16 +228,6 @@ def _refuse_non_finite(output: TokenLoss, where: str) -> None:
 def _split_rows(rows_L: Tensor, bounds: Sequence[int]) -> Sequence[Tensor]:
     """One view a sequence. split's backward is a single concatenation, unlike that of many slices."""
     return rows_L.split([b - a for a, b in pairwise(bounds)])
-
-
-def _temperatures(temperature: float | Sequence[float], count: int) -> list[float]:
-    values = [float(t) for t in temperature] if isinstance(temperature, Sequence) else [float(temperature)] * count
-    if len(values) != count:
-        raise InputError(f"{len(values)} temperatures for {count} sequences; give one for all, or one each")
-    for s, value in enumerate(values):
-        if not 0 <= value < math.inf:
-            raise InputError(f"sequence {s}: temperature {value}; give a finite number above 0, or 0 for greedy")
-    return [value or 1.0 for value in values]
 
 
 def _split(parameters: dict[str, Parameter], frozen: Sequence[str]) -> tuple[dict[str, Parameter], ...]:

@@ -7,7 +7,6 @@ The rows of a pack are thus the rows that a sampler computed to write the same c
 Legend: T tokens fed in a pack, L scored tokens (targets) in a pack, S sequences in a pack.
 """
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -16,13 +15,14 @@ from torch import Tensor
 
 from minitransformer.batch import Batch
 from minitransformer.errors import InputError
+from minitransformer.integers import as_list, integer, listed
 
 
 @dataclass(frozen=True)
 class Sample:
     """One sequence to learn from.
 
-    ids             prompt and completion; the completion starts at prompt_len
+    ids             prompt and completion, kept as a list; the completion starts at prompt_len
     prompt_len      at least 1 and less than len(ids)
     advantages      one value for the completion, or one a completion token (ignored by nll)
     old_log_probs   nats, one a completion token, of the policy that sampled it, at the same temperature; or None
@@ -37,6 +37,11 @@ class Sample:
     ref_log_probs: Sequence[float] | None = None
     temperature: float = 1.0
 
+    def __post_init__(self) -> None:
+        ids = listed(self.ids)
+        if ids is not None:  # anything else is refused by pack, which can name the sample
+            object.__setattr__(self, "ids", ids)
+
     @property
     def completion_len(self) -> int:
         return len(self.ids) - self.prompt_len
@@ -46,7 +51,10 @@ class Sample:
         value = getattr(self, field)
         if value is None:
             return None
-        column_L = torch.as_tensor(value, dtype=torch.float32)
+        try:
+            column_L = torch.as_tensor(value, dtype=torch.float32)
+        except (TypeError, ValueError, RuntimeError):
+            raise InputError(f"{where}: {field} is {value!r}; give numbers, one a completion token") from None
         if column_L.ndim == 0:
             column_L = column_L.expand(self.completion_len)
         if column_L.shape != (self.completion_len,):
@@ -84,10 +92,12 @@ def pack(
 ) -> list[Pack]:
     """Packs of at most max_tokens fed tokens, by first fit in the given order.
 
-    sequences: ids, prompt and completion together (lists or int64 tensors); prompt_lens: one a sequence. Within a pack
+    sequences: ids, prompt and completion together (lists, tensors, arrays, generators); prompt_lens: one a sequence,
+    any kind of integers. Within a pack
     the sequences keep their given order, and their index is their request id. A pack follows from the arguments alone.
     Raises InputError, naming the sequence, for bad ids or lengths; then nothing is packed.
     """
+    sequences, prompt_lens = as_list("sequences", sequences), as_list("prompt_lens", prompt_lens)
     if len(sequences) == 0:
         raise InputError("no sequences to pack; give at least one")
     if len(sequences) != len(prompt_lens):
@@ -107,7 +117,7 @@ def pack(
             room.append(max_tokens)
         members[slot].append(s)
         room[slot] -= fed
-    return [_pack(chosen, checked, prompt_lens) for chosen in members]
+    return [_pack(chosen, checked, [int(n) for n in prompt_lens]) for chosen in members]
 
 
 def unpack(packs: Sequence[Pack], values: Sequence[Tensor]) -> list[Tensor]:
@@ -136,10 +146,12 @@ def _pack(chosen: list[int], sequences: list[list[int]], prompt_lens: Sequence[i
 
 
 def _checked(where: str, ids, prompt_len: int, max_tokens: int, vocab_size: int, max_positions: int) -> list[int]:
-    try:
-        ids = [operator.index(i) for i in (ids.tolist() if isinstance(ids, Tensor) else ids)]
-    except TypeError:
-        raise InputError(f"{where}: ids must be integers; tokenize text first") from None
+    values = listed(ids)
+    ids = [None] if values is None else [integer(i) for i in values]
+    if None in ids:
+        raise InputError(f"{where}: ids must be integers; tokenize text first")
+    if integer(prompt_len) is None:
+        raise InputError(f"{where}: prompt length {prompt_len!r}; give an integer")
     n = len(ids)
     if n == 0:
         raise InputError(f"{where} is empty; give a prompt of at least one token and a completion")

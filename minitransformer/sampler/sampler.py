@@ -5,8 +5,7 @@ and the weights. What they do not depend on: the other requests, the order of ar
 of pages, prefix-cache hits and preemptions. All of these only move the moment at which a row is computed.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,10 +17,10 @@ from minitransformer.ops.logprob import logprob
 from minitransformer.ops.sample import sample
 from minitransformer.sampler.cache import KVCache, default_num_pages
 from minitransformer.sampler.pages import PagePool
+from minitransformer.sampler.request import Prompt, checked_params, make, params_list, prompt_list
 from minitransformer.sampler.scheduler import Chunk, Scheduler
-from minitransformer.sampler.sequence import Completion, NewToken, SamplingParams, Sequence, require_int
-
-Prompt = SequenceOf[int] | Tensor | str
+from minitransformer.sampler.sequence import Completion, NewToken, RequestError, SamplingParams, Sequence, require_int
+from minitransformer.weights_stamp import WeightsStamp
 
 
 class Sampler:
@@ -65,31 +64,28 @@ class Sampler:
 
     def generate(
         self,
-        prompts: SequenceOf[Prompt],
-        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams | None] | None = None,
         trace: Any = None,
         on_token: Callable[[NewToken], None] | None = None,
     ) -> list[Completion]:
         """Completions in the order of the prompts.
 
-        prompts    token ids, or text if the model has a tokenizer
+        prompts    token ids (list, tensor, array, generator), or text if the model has a tokenizer
         params     one for all, or one a prompt; None means SamplingParams()
         trace      takes every named tensor of every step, and the log-probs
         on_token   called with each new token as it is drawn
 
-        Raises InputError before anything has changed.
+        Raises InputError for bad input, before anything has changed. If no token can be drawn from a request's
+        logits, the other requests are finished, and then a RequestError (an InputError) names the request; all
+        completions are in its .completions.
         """
-        if isinstance(prompts, str | Tensor) or (len(prompts) and isinstance(prompts[0], int)):
-            raise InputError("prompts is a single prompt: give a list of prompts")
+        prompts = prompt_list(prompts)
         if self.scheduler.waiting or self.scheduler.running:
             raise InputError("generate() was called while requests are in flight: finish them with step(), or abort()")
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise InputError(f"params has {len(params)} entries for {len(prompts)} prompts: give one, or one a prompt")
         sequences = [
-            self._sequence(self._next_id + i, prompt, p, f"prompts[{i}]")
-            for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
+            make(self._next_id + i, prompt, p, f"prompts[{i}]", self.model, self.pool)
+            for i, (prompt, p) in enumerate(zip(prompts, params_list(params, len(prompts)), strict=True))
         ]
         self._next_id += len(sequences)
         done: dict[int, Completion] = {}
@@ -98,7 +94,7 @@ class Sampler:
                 self.scheduler.add(sequence)
             while len(done) < len(sequences):
                 for token in self.step(trace):
-                    if on_token is not None:
+                    if on_token is not None and token.token_id is not None:
                         on_token(token)
                     if token.completion is not None:
                         done[token.request_id] = token.completion
@@ -106,11 +102,16 @@ class Sampler:
             # After an error or an interrupt no request may stay behind with pages in its hands.
             for sequence in self.scheduler.running + self.scheduler.waiting:
                 self.scheduler.remove(sequence)
-        return [done[sequence.request_id] for sequence in sequences]
+        completions = [done[sequence.request_id] for sequence in sequences]
+        failed = [(i, c.error) for i, c in enumerate(completions) if c.finish_reason == "error"]
+        if failed:
+            (first, what), more = failed[0], f" ({len(failed)} requests failed)" if len(failed) > 1 else ""
+            raise RequestError(f"prompts[{first}]: {what}{more}", completions)
+        return completions
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
         """Queues one request and returns its id; step() brings it forward. Raises InputError, nothing changed."""
-        sequence = self._sequence(self._next_id, prompt, params or SamplingParams(), "prompt")
+        sequence = make(self._next_id, prompt, checked_params(params, "params"), "prompt", self.model, self.pool)
         self._next_id += 1
         self.scheduler.add(sequence)
         return sequence.request_id
@@ -126,27 +127,36 @@ class Sampler:
     @torch.no_grad()
     def step(self, trace: Any = None) -> list[NewToken]:
         """One forward pass; the tokens it has drawn, at most one a request. Empty without requests in flight, and
-        when every request that had a turn is still reading its prompt."""
+        when every request that had a turn is still reading its prompt.
+
+        A request whose logits no token can be drawn from (a NaN; a largest logit that its temperature makes
+        overflow) ends with finish_reason "error"; the others go on. Whatever else the model, the draw or the trace
+        raises comes out with every request as it was before: the step can be repeated, and gives the same bits.
+        """
         if self._weights_stamp() != self._weights:
             self.reset_cache()
         chunks = self.scheduler.schedule()
         if not chunks:
             return []
         logits_LV = self.model(self._batch(chunks), self.cache, trace)
-        for chunk in chunks:
-            self.scheduler.computed(chunk)
         sequences = [chunk.sequence for chunk in chunks if chunk.completes]
-        token_ids, log_probs = _draw(sequences, logits_LV)
-        return [self._take(*row, trace) for row in zip(sequences, token_ids, log_probs, strict=True)]
+        drawn = _draw(sequences, logits_LV)
+        tokens = [self._new_token(*row) for row in zip(sequences, drawn, strict=True)]
+        if trace is not None:
+            for sequence, token in zip(sequences, tokens, strict=True):
+                if token.token_id is not None:
+                    trace.note_log_probs(token.request_id, [len(sequence.ids)], [token.log_prob])
+        self._commit(chunks, tokens)
+        return tokens
 
     def reset_cache(self) -> None:
         """Forgets every key and value, because the weights have changed. Requests in flight keep their tokens, and
         their keys and values are computed again with the new weights.
 
-        step() calls this when it sees a change: model.weights_version raised (the learner and the loader do), a
-        parameter replaced, or changed in place by copy_, load_state_dict or one of torch's optimisers. It cannot see
-        writes through `.data`, NumPy or another view that torch does not count; whoever writes so must raise
-        model.weights_version or call this.
+        step() calls this when it sees a change: model.weights_version raised (the learner and the loader do), another
+        recipe, a parameter replaced, or changed in place by copy_, load_state_dict or one of torch's optimisers. It
+        cannot see writes through `.data`, NumPy or another view that torch does not count, nor writes to parameters
+        made under torch.inference_mode(); whoever writes so must raise model.weights_version or call this.
         """
         for sequence in reversed(self.scheduler.running[:]):
             self.scheduler.preempt(sequence)
@@ -173,76 +183,56 @@ class Sampler:
             request_ids=[c.sequence.request_id for c in chunks],
         )
 
-    def _take(self, sequence: Sequence, token_id: int, log_prob: float, trace: Any) -> NewToken:
-        if trace is not None:
-            trace.note_log_probs(sequence.request_id, [len(sequence.ids)], [log_prob])
-        reason = sequence.append(token_id, log_prob)
+    def _new_token(self, sequence: Sequence, drawn: tuple[int, float] | InputError) -> NewToken:
+        """What this step says of the request; nothing is changed yet."""
+        if isinstance(drawn, InputError):
+            completion = sequence.completion("error", self.model.tokenizer, str(drawn))
+            return NewToken(sequence.request_id, None, None, completion)
+        reason = sequence.finish_reason(drawn[0])
         completion = None
         if reason is not None:
-            self.scheduler.remove(sequence)
-            completion = sequence.completion(reason, self.model.tokenizer)
-        return NewToken(sequence.request_id, token_id, log_prob, completion)
+            completion = sequence.with_token(*drawn).completion(reason, self.model.tokenizer)
+        return NewToken(sequence.request_id, *drawn, completion)
 
-    def _sequence(self, request_id: int, prompt: Prompt, params: SamplingParams, where: str) -> Sequence:
-        """A request that has been looked at whole: what is queued can be finished."""
-        config = self.model.config
-        ids = self._prompt_ids(prompt, where)
-        for token_id in params.stop_token_ids:
-            if token_id >= config.vocab_size:
-                raise InputError(f"{where}: stop token {token_id} is outside the vocabulary of {config.vocab_size}")
-        if len(ids) >= config.max_positions:
-            raise InputError(
-                f"{where} has {len(ids)} tokens, the context is {config.max_positions}: "
-                f"shorten it to {config.max_positions - 1} or fewer, so that a new token fits"
-            )
-        max_len = min(len(ids) + params.max_new_tokens, config.max_positions)
-        # The last token of all is never an input, so it needs no row.
-        pages = self.pool.pages_for(max_len - 1)
-        if pages > self.pool.num_pages:
-            raise InputError(
-                f"{where} with its new tokens takes {pages} pages of {self.pool.page_size} and there are "
-                f"{self.pool.num_pages}: give the sampler more pages, or shorten the prompt or max_new_tokens"
-            )
-        eos = () if params.ignore_eos else config.eos_token_ids
-        return Sequence(request_id, len(ids), ids, params, frozenset(params.stop_token_ids) | frozenset(eos), max_len)
+    def _commit(self, chunks: list[Chunk], tokens: list[NewToken]) -> None:
+        """Keys, values and tokens of a step count from here on; nothing in here fails."""
+        sequences = [chunk.sequence for chunk in chunks if chunk.completes]
+        for sequence, token in zip(sequences, tokens, strict=True):
+            if token.token_id is not None:
+                sequence.append(token.token_id, token.log_prob)
+        for chunk in chunks:
+            self.scheduler.computed(chunk)
+        for sequence, token in zip(sequences, tokens, strict=True):
+            if token.completion is not None:
+                self.scheduler.remove(sequence)
 
-    def _prompt_ids(self, prompt: Prompt, where: str) -> list[int]:
-        if isinstance(prompt, str):
-            if self.model.tokenizer is None:
-                raise InputError(f"{where} is text and the model has no tokenizer: give token ids")
-            prompt = self.model.tokenizer.encode(prompt)
-        if not isinstance(prompt, SequenceOf | Tensor):
-            raise InputError(f"{where} is {prompt!r}: give a list of token ids, or text")
-        ids = list(prompt.tolist() if isinstance(prompt, Tensor) else prompt)
-        if not ids:
-            raise InputError(f"{where} is empty: give at least one token")
-        for index, token_id in enumerate(ids):
-            if type(token_id) is not int or not 0 <= token_id < self.model.config.vocab_size:
-                raise InputError(
-                    f"{where}: {token_id!r} at index {index} is not a token id: "
-                    f"give integers from 0 to {self.model.config.vocab_size - 1}"
-                )
-        return ids
-
-    def _weights_stamp(self) -> tuple:
-        """Another value after any change of the weights that can be seen without reading them."""
-        return self.model.weights_version, [(p.data_ptr(), p._version) for p in self.model.parameters()]
+    def _weights_stamp(self) -> WeightsStamp:
+        """Another value after any change of weights or number format that can be seen without reading weights."""
+        # A layer's number format is an object of its own, which set_recipe and set_quantised replace.
+        experts = [m.experts for m in self.model.modules() if getattr(m, "experts", None) is not None]
+        recipe = getattr(getattr(self.model, "recipe", None), "key", None)
+        return WeightsStamp(self.model.parameters(), experts, (self.model.weights_version, recipe))
 
 
-def _draw(sequences: list[Sequence], logits_LV: Tensor) -> tuple[list[int], list[float]]:
-    """The next token of each row's sequence, and its log-prob.
+def _draw(sequences: list[Sequence], logits_LV: Tensor) -> list[tuple[int, float] | InputError]:
+    """The next token of each row's sequence and its log-prob, or what is wrong with the row: it is that request's own.
 
     The new token's position is the length of the sequence so far: with the seed it keys the noise, so that neither
     the row nor the step matters. Log-probs go through one call a temperature.
     """
-    token_ids = [
-        sample(row_V, s.params.seed, len(s.ids), s.params.temperature, s.params.top_k, s.params.top_p)
-        for s, row_V in zip(sequences, logits_LV, strict=True)
-    ]
-    log_probs = torch.full((len(sequences),), torch.nan, dtype=torch.float32)
-    temperatures = [s.params.log_prob_temperature for s in sequences]
-    for temperature in dict.fromkeys(temperatures):
-        rows = [i for i, t in enumerate(temperatures) if t == temperature]
-        ids_L = torch.tensor([token_ids[i] for i in rows], device=logits_LV.device)
-        log_probs[rows] = logprob(logits_LV[rows], ids_L, temperature).to(log_probs.device)
-    return token_ids, log_probs.tolist()
+    drawn: list = []
+    for s, row_V in zip(sequences, logits_LV, strict=True):
+        p = s.params
+        try:
+            drawn.append(sample(row_V, p.seed, len(s.ids), p.temperature, p.top_k, p.top_p))
+        except InputError as error:
+            drawn.append(error)
+    good = [i for i, token in enumerate(drawn) if not isinstance(token, InputError)]
+    for temperature in dict.fromkeys(sequences[i].params.log_prob_temperature for i in good):
+        rows = [i for i in good if sequences[i].params.log_prob_temperature == temperature]
+        ids_L = torch.tensor([drawn[i] for i in rows], device=logits_LV.device)
+        # Refuses no row from which sample() has drawn: its largest quotient is finite, and no logit is NaN.
+        log_probs = logprob(logits_LV[rows], ids_L, temperature).tolist()
+        for i, log_prob in zip(rows, log_probs, strict=True):
+            drawn[i] = drawn[i], log_prob
+    return drawn

@@ -51,6 +51,8 @@ class Scheduler:
                 break
             sequence = self.running[turn]
             count = min(sequence.remaining, self.chunk_size, budget)
+            # A chunk of no tokens would draw from the logits of the request before it.
+            assert count > 0, f"request {sequence.request_id} has no token left to compute"
             if not self._reserve(sequence, count):
                 break
             chunks.append(Chunk(sequence, sequence.num_computed, count))

@@ -1,7 +1,7 @@
 """A request: what was asked (SamplingParams), how far it is (Sequence), and what came out (NewToken, Completion)."""
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from minitransformer.errors import InputError
@@ -97,15 +97,22 @@ class Sequence:
         """Known tokens that are still to be computed: 1 for a decoding request, never 0."""
         return len(self.ids) - self.num_computed
 
-    def append(self, token_id: int, log_prob: float) -> str | None:
-        """Takes a sampled token; returns the finish reason if it was the last one."""
-        self.ids.append(token_id)
-        self.log_probs.append(log_prob)
+    def finish_reason(self, token_id: int) -> str | None:
+        """Why the request ends with this token as its next one; None if it goes on."""
         if token_id in self.stop_ids:
             return "stop"
-        return "length" if len(self.ids) >= self.max_len else None
+        return "length" if len(self.ids) + 1 >= self.max_len else None
 
-    def completion(self, finish_reason: str, tokenizer: Any) -> "Completion":
+    def append(self, token_id: int, log_prob: float) -> None:
+        """Takes a sampled token."""
+        self.ids.append(token_id)
+        self.log_probs.append(log_prob)
+
+    def with_token(self, token_id: int, log_prob: float) -> "Sequence":
+        """A copy that has taken the token: what can fail is done on it before the request itself changes."""
+        return replace(self, ids=[*self.ids, token_id], log_probs=[*self.log_probs, log_prob])
+
+    def completion(self, finish_reason: str, tokenizer: Any, error: str | None = None) -> "Completion":
         token_ids = self.ids[self.prompt_len :]
         text = None
         if tokenizer is not None:
@@ -120,6 +127,7 @@ class Sequence:
             text=text,
             cached_tokens=self.cached_tokens or 0,
             preemptions=self.preemptions,
+            error=error,
         )
 
 
@@ -130,10 +138,12 @@ class Completion:
     token_ids       the sampled tokens, a final stop token included
     log_probs       FP32 values (exact as Python floats), one a token; of which distribution says log_prob_of
     log_prob_of     in words; see SamplingParams
-    finish_reason   "stop" (a stop token), "length" (max_new_tokens, or the context is full) or "abort"
+    finish_reason   "stop" (a stop token), "length" (max_new_tokens, or the context is full), "abort", or "error": no
+                    next token could be drawn from this request's logits; the tokens before it are good
     text            token_ids without a final stop token, decoded; None without a tokenizer
     cached_tokens   tokens of the prompt that the prefix cache spared when the request was first admitted
     preemptions     how often its pages were taken away and its tokens computed again
+    error           with "error": what was wrong; else None
     """
 
     request_id: int
@@ -145,16 +155,29 @@ class Completion:
     text: str | None
     cached_tokens: int
     preemptions: int
+    error: str | None = None
 
 
 @dataclass(frozen=True)
 class NewToken:
-    """One token that a step has sampled; with the completion if it was the request's last."""
+    """One token that a step has sampled; with the completion if it was the request's last.
+
+    token_id and log_prob are None if there is no token: the completion then says "error", and what was wrong.
+    """
 
     request_id: int
-    token_id: int
-    log_prob: float
+    token_id: int | None
+    log_prob: float | None
     completion: Completion | None = None
+
+
+class RequestError(InputError):
+    """Some requests of a generate() failed. completions: of all its requests, in order; good but for the failed ones,
+    which have finish_reason "error"."""
+
+    def __init__(self, message: str, completions: list[Completion]) -> None:
+        super().__init__(message)
+        self.completions = completions
 
 
 def require_int(name: str, value: Any, minimum: int, note: str = "") -> None:

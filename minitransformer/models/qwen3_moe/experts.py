@@ -15,6 +15,7 @@ from minitransformer.ops.nvfp4 import Nvfp4
 from minitransformer.ops.quantised_linear import quantised_linear
 from minitransformer.ops.swiglu import swiglu, swiglu_amax
 from minitransformer.recipe import Recipe
+from minitransformer.weights_stamp import WeightsStamp
 
 
 class Bf16Experts:
@@ -38,7 +39,7 @@ class QuantisedExperts:
     """gather -> quantise -> FC1 -> swiglu in FP32 -> quantise -> FC2 -> combine with the routing weights.
 
     fixed: the quantised weights of a checkpoint that has no others ("gate_up", "down"); else mlp's BF16 weights are
-    quantised once after each change of them, not once a forward.
+    quantised once after each change of them that WeightsStamp sees, not once a forward.
     """
 
     recipe: Recipe
@@ -87,16 +88,15 @@ class QuantisedExperts:
         return nvfp4.quantize(weight.detach(), "expert")  # gate and up share one amax: they are one tensor here
 
     def weight_operand(self, name: str, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(decoded BF16 [E, N, K], outer scales FP32 [E, N]), made once per content of the weight."""
-        # torch counts in-place writes; with the address that betrays every change but one through .data.
-        stamp = None if weight is None else (weight.data_ptr(), weight._version)
+        """(decoded BF16 [E, N, K], outer scales FP32 [E, N]), made again after each change that WeightsStamp sees."""
+        stamp = WeightsStamp([] if weight is None else [weight])
         if name not in self._made or self._made[name][0] != stamp:
             q = self.quantised(name, weight)
             self._made[name] = stamp, nvfp4.decode(q), nvfp4.expand_rows(q.outer, q.shape[:-1]).contiguous()
         return self._made[name][1:]
 
     def forget(self) -> None:
-        """Drops the quantised copies; needed only after writing weights through .data, which nothing can see."""
+        """Drops the quantised copies; needed only after a write that WeightsStamp does not see (.data, NumPy)."""
         self._made.clear()
 
 

@@ -1,0 +1,67 @@
+"""What a learner takes and refuses: kinds of lists, ids, temperatures; parameters that are no longer the model's."""
+
+import numpy as np
+import pytest
+import torch
+
+from alignment_tests.bits import assert_bits_equal
+from alignment_tests.learner.tiny import tiny_model
+from minitransformer.alignment.trace import Trace
+from minitransformer.errors import InputError
+from minitransformer.learner.learner import Learner
+from minitransformer.learner.losses import nll
+from minitransformer.learner.packing import Sample
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+def replaced_parameters_are_noticed():
+    """One replaced by another of the same address and count of writes, and one that the model has no longer."""
+    model = tiny_model()
+    learner, before = Learner(model, lr=1e-3), model.norm.weight
+    model.norm.weight = torch.nn.Parameter(before.data)
+    assert (model.norm.weight.data_ptr(), model.norm.weight._version) == (before.data_ptr(), 0)
+    calls = [(learner.update, [Sample([1, 2, 3], 1)], nll), (learner.save, "x"), (learner.load, "x")]
+    for call, *given in calls:
+        with pytest.raises(InputError, match="norm.weight of the model is no longer the parameter it was"):
+            call(*given)
+    model.norm.weight = before
+    learner.update([Sample([1, 2, 3], 1)], nll)
+
+
+def test_replaced_parameters_are_noticed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    replaced_parameters_are_noticed()
+
+
+def test_any_list_of_integers_is_a_sequence(model):
+    learner = Learner(model)
+    (want,) = learner.score([[1, 2, 3]], [1])
+    for ids in (torch.tensor([1, 2, 3]), np.array([1, 2, 3]), iter([1, 2, 3])):
+        (got,) = learner.score(iter([ids]), np.array([1]), np.array([1.0]), trace=Trace(), request_ids=np.array([7]))
+        assert_bits_equal(got, want)
+    learner = Learner(tiny_model(), lr=1e-3)
+    assert learner.update((s for s in [Sample(np.array([1, 2, 3]), np.int64(1))]), nll).tokens == 2
+
+
+def test_arguments_of_the_wrong_kind(model):
+    learner = Learner(model)
+    for arguments, options, message in [
+        (([[1, 1.5, 2]], [1]), {}, "sequence 0: ids must be integers"),
+        (([1.5], [1]), {}, "sequence 0: ids must be integers"),
+        ((7, [1]), {}, "sequences is 7; give a list"),
+        (([[1, 2, 3]], 1), {}, "prompt_lens is 1; give a list"),
+        (([[1, 2, 3]], [1.5]), {}, "sequence 0: prompt length 1.5"),
+        (([[1, 2, 3]], [1], "hot"), {}, "sequence 0: temperature 'hot'; give a number"),
+        (([[1, 2, 3]], [1], [None]), {}, "sequence 0: temperature None; give a number"),
+        (([[1, 2, 3]], [1]), {"request_ids": []}, r"request_ids is \[\]; give 1 different ids"),
+        (([[1, 2, 3]] * 2, [1, 1]), {"request_ids": [5, 5]}, r"request_ids is \[5, 5\]; give 2 different ids"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            learner.score(*arguments, **options)
+    for samples, message in [(7, "samples is 7"), ([[1, 2]], r"sample 0 is \[1, 2\]; give a Sample")]:
+        with pytest.raises(InputError, match=message):
+            learner.update(samples)
