@@ -133,8 +133,42 @@ def gradient_by_scatter(dy, x, weight, *needs):
     return dx, total if dw is not None else None
 
 
+class ChainTurnedByACounter:
+    """A kernel whose order of steps follows a counter that lives from call to call, as dynamic scheduling may."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, x, weight, out_dtype=torch.bfloat16):
+        self.calls += 1
+        turn = 16 * (self.calls % 4)
+        return linear.linear(x.roll(turn, 1), weight.roll(turn, 1), out_dtype)
+
+
+def only_recomputed(faulty: Callable, right: Callable) -> Callable:
+    """A fault that only a layer's second computation has, inside the backward pass."""
+    return lambda *args: (right if torch._C._current_graph_task_id() == -1 else faulty)(*args)
+
+
+def norm_in_another_order(x, weight, eps):
+    return NORM(x.roll(5, -1), weight.roll(5), eps).roll(-5, -1)
+
+
+def attention_over_fp8_values(q, k, v, batch):
+    return attention_module.attention(q, k, v.to(torch.float8_e4m3fn).bfloat16(), batch)
+
+
 ALL_MODEL = "learner == sampler"
 MUTATIONS = [
+    Mutation("steps of K turned by a call counter", "repeats",
+             patched(model_module, "linear", ChainTurnedByACounter()), law(laws.repeats)),
+    Mutation("recomputed through another norm", "recomputes the same",
+             patched(model_module, "rms_norm", only_recomputed(norm_in_another_order, NORM)),
+             law(laws.recomputes_the_same)),
+    Mutation("recomputed through another attention", "recomputes the same",
+             patched(model_module, "attention",
+                     only_recomputed(attention_over_fp8_values, attention_module.attention)),
+             law(laws.recomputes_the_same)),
     Mutation("split K for few rows", "ignores the batch",
              patched(model_module, "linear", split_k_for_few_rows), law(laws.ignores_the_batch)),
     Mutation("decode through another attention", "ignores the chunking and the pages",
