@@ -5,7 +5,7 @@
     combine  y_T[t] = bf16(sum over k ascending of y_R[rows[t, k]])
              FP32, starting from +0, one addition a slot in slot order, one rounding at the end
 
-    gather_amax             gather, and amax_R[r] = max over d of |x_R[r, d]|, taken while the row is copied
+    gather_amax             gather, and amax_R[r] = max over d of |x_R[r, d]|, as the row is copied; NaN: 0x7fc00000
     combine_weighted  y_T[t] = bf16(acc), acc = fma(w[t, k], y_R[rows[t, k]], acc) over k ascending, from +0, FP32
 
 BF16 experts: the routing weights are applied in grouped_linear (down), once. NVFP4 experts: in combine_weighted, once.
@@ -113,7 +113,7 @@ def _gather_amax(begin, end, x_TD, order_R, slots, out_RD, amax_R):
         for d in range(row.size):
             row[d] = source[d]
             top = max(top, np.uint16(source[d] & np.uint16(0x7FFF)))  # |x| orders as its bits do, NaN above all
-        amax_R[r] = bf16_to_f32(top)
+        amax_R[r] = bf16_to_f32(np.uint16(0x7FC0) if top > np.uint16(0x7F80) else top)  # one NaN for all
 
 
 @jit

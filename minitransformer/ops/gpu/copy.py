@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minitransformer.ops.gpu import device
-from minitransformer.ops.gpu.scalar import magnitude
+from minitransformer.ops.gpu.scalar import amax_of, magnitude
 
 
 @triton.jit(do_not_specialize=["count", "limit"])
@@ -43,7 +43,7 @@ def copy_amax_kernel(
         x = tl.load(x_ptr + source[:, None] * D + d, mask=inside, other=0.0)
         top = tl.maximum(top, magnitude(x))
         tl.store(y_ptr + row[:, None] * D + d, x, mask=inside)
-    tl.store(amax_ptr + row, (tl.max(top, 1) << 16).to(tl.float32, bitcast=True), mask=row < count)
+    tl.store(amax_ptr + row, amax_of(top), mask=row < count)
 
 
 def tile(D: int) -> tuple[int, int]:

@@ -79,7 +79,7 @@ def backward_kernel(
         out = tl.zeros((ROWS, LANES), tl.float32)
         if not NORM:
             x = tl.load(logits_ptr + t * E + e, mask=inside, other=0.0).to(tl.float32)
-            out = -(div(exp2_32((x - top) * LOG2E), total) * c)
+            out = (div(exp2_32((x - top) * LOG2E), total) * c) * -1.0  # Triton negates as 0 - x, which loses -0
         for k in tl.static_range(K):
             w = tl.load(weights_ptr + t * K + k, mask=valid, other=0.0)
             dw = tl.load(dw_ptr + t * K + k, mask=valid, other=0.0)

@@ -103,3 +103,10 @@ def lane_tree(x, ROWS: tl.constexpr):
 def magnitude(x):
     """Bits of |x| of a BF16 tensor as int32: they order as the values do, NaN above all."""
     return x.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
+
+
+@triton.jit
+def amax_of(top):
+    """FP32 row maxima of `magnitude`s [rows, columns]; a NaN is 0x7fc00000 (LLVM's abs.bf16 would make 0x7fff)."""
+    bits = tl.max(top, 1)
+    return (tl.where(bits > 0x7F80, 0x7FC0, bits) << 16).to(tl.float32, bitcast=True)

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minitransformer.ops.gpu import device
-from minitransformer.ops.gpu.scalar import magnitude, sigmoid_32, silu_32
+from minitransformer.ops.gpu.scalar import amax_of, magnitude, sigmoid_32, silu_32
 from minitransformer.ops.gpu.tiles import to_bf16
 
 
@@ -34,7 +34,7 @@ def amax_kernel(x_ptr, out_ptr, amax_ptr, R, F, ROWS: tl.constexpr, COLUMNS: tl.
         h = to_bf16(silu_32(gate) * up)
         top = tl.maximum(top, magnitude(h))
         tl.store(out_ptr + r * F + f, h, mask=inside)
-    tl.store(amax_ptr + row, (tl.max(top, 1) << 16).to(tl.float32, bitcast=True), mask=row < R)
+    tl.store(amax_ptr + row, amax_of(top), mask=row < R)
 
 
 @triton.jit(do_not_specialize=["R"])
