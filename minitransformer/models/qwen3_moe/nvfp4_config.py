@@ -77,7 +77,7 @@ def read_quantisation(directory: Path, hf: Mapping[str, Any]) -> Quantisation | 
         where = f"{directory}/config.json: quantization_config"
         method = _mapping(where, inline).get("quant_method")
         readers = {"modelopt": _modelopt, "compressed-tensors": _compressed_tensors}
-        if method not in readers:
+        if not isinstance(method, str) or method not in readers:
             raise InputError(f"{where}.quant_method = {method!r} is not supported; {' or '.join(readers)} is")
         found.append(readers[method](where, inline))
     if (directory / HF_QUANT_CONFIG).is_file():
@@ -100,9 +100,9 @@ def _modelopt(where: str, found: Mapping[str, Any]) -> Quantisation:
         raise InputError(
             f"{where}.quant_algo = {found.get('quant_algo')!r} is not supported; {' or '.join(ALGORITHMS)} is"
         )
-    sizes = set(_values_of(found, "group_size"))
-    if sizes != {BLOCK}:
-        raise InputError(f"{where}: group_size = {sorted(map(str, sizes))} but NVFP4 has blocks of {BLOCK}")
+    sizes = list(_values_of(found, "group_size"))
+    if not sizes or any(type(size) is not int or size != BLOCK for size in sizes):
+        raise InputError(f"{where}: group_size = {sorted({str(s)[:40] for s in sizes})}; NVFP4 has blocks of {BLOCK}")
     key = "exclude_modules" if "exclude_modules" in found else "ignore"
     return Quantisation(MODELOPT, ALGORITHMS[algorithm], _names(f"{where}.{key}", found.get(key) or []))
 
