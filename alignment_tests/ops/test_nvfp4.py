@@ -232,6 +232,7 @@ def test_bad_input_is_refused_by_name():
         nvfp4.quantize(torch.ones(2, 16, dtype=torch.float16))
     with pytest.raises(UnsupportedDevice, match="meta"):
         nvfp4.quantize(torch.ones(2, 16, device="meta"))
-    with pytest.raises(ValueError, match="scales are"):
-        nvfp4.Nvfp4(torch.zeros(2, 8).byte(), torch.zeros(2, 2).byte(), torch.ones(2))
+    for bytes_a_row, scales in ((8, (2, 2)), (12, (2, 1)), (12, (2, 2)), (8, (2, 1, 1)), (8, (1, 1)), (8, ())):
+        with pytest.raises(ValueError, match="scales are"):
+            nvfp4.Nvfp4(torch.zeros(2, bytes_a_row).byte(), torch.zeros(scales).byte(), torch.ones(2))
     assert nvfp4.decode(nvfp4.quantize(torch.ones(0, 32))).shape == (0, 32)

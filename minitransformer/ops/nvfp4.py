@@ -85,7 +85,8 @@ class Nvfp4:
     def __post_init__(self):
         if (self.codes.dtype, self.scales.dtype, self.outer.dtype) != (torch.uint8, torch.uint8, torch.float32):
             raise TypeError("Nvfp4: codes and scales must be uint8, outer FP32")
-        if self.codes.dim() < 2 or self.scales.shape != (*self.codes.shape[:-1], self.codes.shape[-1] * 2 // BLOCK):
+        shapes = [t.shape for t in (self.codes, self.scales)]
+        if self.codes.dim() < 2 or shapes[0][:-1] != shapes[1][:-1] or shapes[0][-1] * 2 != shapes[1][-1] * BLOCK:
             raise ValueError(f"Nvfp4: scales are {tuple(self.scales.shape)}, codes {tuple(self.codes.shape)}")
         _groups(self.outer.shape, self.shape[:-1])
 
