@@ -85,6 +85,8 @@ def test_quantize(source, tmp_path, capsys, form, suffix):
         ("--layers 2=fp8", "not known"),
         ("--format gguf", "invalid choice"),
         ("--json {source}", "is a directory"),
+        ("--json {source}/../out", "lies in --out"),
+        ("--out {source} --json {source}/e.json", "lies in --out"),
         ("--out {source}", "not an empty directory"),
         ("--model {source}/absent", "no such directory"),
     ],

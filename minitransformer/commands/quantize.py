@@ -11,9 +11,11 @@ Example:
 
 import argparse
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minitransformer.commands import common
+from minitransformer.errors import InputError
 from minitransformer.recipe import DEFAULT_QUANTISED, get, read_overrides
 
 if TYPE_CHECKING:
@@ -49,6 +51,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     common.check_output(args.json, [args.model])
+    if args.json is not None:
+        json, out = args.json.resolve(), Path(args.out).resolve()
+        if out == json or out in json.parents:
+            raise InputError(f"--json {args.json}: lies in --out {args.out}; write it beside the checkpoint")
     recipe, overrides = get(args.recipe), read_overrides(args.layers)  # a wrong name is told before torch is loaded
     from minitransformer.models.qwen3_moe.nvfp4_layout import FORMATS
     from minitransformer.models.qwen3_moe.quantise import quantise
