@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from alignment_tests.model.checkpoints import hf_config, hf_tensors, write
-from minitransformer.cli import main
+from minitransformer.cli import main, parser
 from minitransformer.recipe import RECIPES
 
 # Nothing that pip installs can be imported below this line.
@@ -73,6 +73,13 @@ def test_quantize(source, tmp_path, capsys, form, suffix):
     assert [e["projection"] for e in said["errors"]] == ["gate_up", "down"] and said["format"] == form
     assert suffix.encode() in (tmp_path / "out" / "model.safetensors").read_bytes()[:20000]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["e.json", "out", "source"]
+
+
+def test_layers_may_be_given_twice():
+    for command in ("quantize --model m --out o", "align --model m --prompts p"):
+        args = parser().parse_args(f"{command} --layers 0=bf16 --layers 1=bf16 2=w4a16".split())
+        assert args.layers == ["0=bf16", "1=bf16", "2=w4a16"]
+        assert parser().parse_args(command.split()).layers == []
 
 
 @pytest.mark.parametrize(

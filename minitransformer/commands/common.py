@@ -33,6 +33,7 @@ def add_model(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--layers",
+        action="extend",
         nargs="+",
         default=[],
         metavar="PATTERN=RECIPE",

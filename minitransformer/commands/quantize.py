@@ -41,6 +41,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--layers",
+        action="extend",
         nargs="+",
         default=[],
         metavar="PATTERN=RECIPE",
