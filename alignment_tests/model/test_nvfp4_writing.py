@@ -188,5 +188,19 @@ def test_the_error_table(tmp_path):
     assert math.isclose(e.relative_l2, float(lost.norm() / w.norm()), rel_tol=1e-12)
     assert math.isclose(e.snr_db, 10 * math.log10(float(w.square().sum() / lost.square().sum())), rel_tol=1e-12)
     assert math.isclose(e.mae, float(lost.abs().mean()), rel_tol=1e-12)
-    assert e.zero_codes == float((nvfp4.unpack(q.codes) & 7 == 0).double().mean())
+    assert e.zero_values == float((nvfp4.dequantize(q) == 0).double().mean())
     assert e.zero_scales == 64 / q.scales.numel() and 15 < e.snr_db < 25
+
+
+def test_a_block_whose_scale_is_zero_counts_as_zero_values(tmp_path):
+    """Its codes are 7, not 0."""
+    config = hf_config()
+    tensors = hf_tensors(config)
+    name = "model.layers.0.mlp.experts.0.down_proj.weight"
+    tensors[name][:, :16] = 2.0**-40
+    write(tmp_path / "bf16", config, tensors)
+    errors = quantise.quantise(tmp_path / "bf16", tmp_path / "out", get("nvfp4_per_token"))
+    q = weights_nvfp4.load_quantised(tmp_path / "out").experts[0]["down"]
+    assert (nvfp4.unpack(q.codes[0, :, :8]) == 7).all() and not nvfp4.decode(q)[0, :, :16].any()
+    assert errors[1].zero_values == float((nvfp4.decode(q) == 0).double().mean())
+    assert errors[1].zero_values >= errors[1].zero_scales == tensors[name].shape[0] / q.scales.numel()

@@ -47,7 +47,7 @@ class QuantisationError:
     """What one weight of one layer lost: with w the BF16 weight and q its dequantised value,
 
     relative_l2  |q - w| / |w| in the Euclidean norm;  snr_db  -20 log10 of it;  mae  mean |q - w|
-    zero_codes   share of elements whose code is 0;  zero_scales  share of blocks whose scale is 0
+    zero_values  share of elements with q = 0, by code or by scale;  zero_scales  share of blocks whose scale is 0
     """
 
     layer: int
@@ -55,7 +55,7 @@ class QuantisationError:
     relative_l2: float
     snr_db: float
     mae: float
-    zero_codes: float
+    zero_values: float
     zero_scales: float
 
 
@@ -196,22 +196,24 @@ def _scalar(value: np.float32, form: Format) -> Tensor:
 @torch.no_grad()
 def _measure(layer: int, projection: str, weight: Tensor, q: Nvfp4) -> QuantisationError:
     squares = signal = absolute = 0.0
+    zeros = 0
     for begin in range(0, weight.shape[0], GROUP):
         some = slice(begin, begin + GROUP)
         group = Nvfp4(q.codes[some], q.scales[some], q.outer[some])
         exact = weight[some].double()
-        difference = nvfp4.dequantize(group).double() - exact
+        decoded = nvfp4.dequantize(group)
+        zeros += int((decoded == 0).sum())
+        difference = decoded.double() - exact
         squares += float(difference.square().sum())
         signal += float(exact.square().sum())
         absolute += float(difference.abs().sum())
     relative = math.sqrt(squares / signal) if signal else 0.0
-    low, high = (q.codes & 0x07) == 0, (q.codes & 0x70) == 0
     return QuantisationError(
         layer,
         projection,
         relative,
         -20 * math.log10(relative) if relative else math.inf,
         absolute / weight.numel(),
-        (int(low.sum()) + int(high.sum())) / weight.numel(),
+        zeros / weight.numel(),
         int((q.scales == 0).sum()) / q.scales.numel(),
     )
