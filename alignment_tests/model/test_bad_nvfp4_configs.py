@@ -92,6 +92,21 @@ def test_quantising_bad_weights_writes_nothing(tmp_path, form, bad):
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
+@both
+def test_weights_whose_outer_scale_no_reader_takes(tmp_path, form):
+    for reach, path in ((43008, "most"), (43264, "above")):  # neighbours in BF16; 16 * 2688 is the limit
+        tensors = hf_tensors(hf_config())
+        tensors[UP + "weight"][9, 10] = reach
+        source = write(tmp_path / path, hf_config(), tensors)
+        call = lambda: quantise.quantise(source, tmp_path / f"o{path}", get("w4a16"), FORMATS[form])  # noqa: B023, E731
+        if path == "most":
+            call()
+            assert float(load_quantised(tmp_path / "omost").experts[2]["gate_up"].outer[7, 1]) == 16
+        else:
+            refused(call, "model.layers.2.mlp.experts.7.gate_proj.", "reach 4.326e+04")  # gate and up share it
+            assert not (tmp_path / "oabove").exists()
+
+
 def test_quantising_what_cannot_be_stated_or_written(tmp_path):
     source = write(tmp_path / "m", hf_config(), hf_tensors(hf_config()))
 

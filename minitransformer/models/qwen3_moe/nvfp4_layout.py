@@ -60,7 +60,13 @@ class Format:
         return decode
 
     def stored_scale(self, key: str, decode: np.float32) -> np.float32:
-        """What to store so that a reader gets this decode scale back bit for bit. InputError where nothing does."""
+        """What to store so that a reader gets this decode scale back bit for bit. InputError where nothing does, and
+        for a scale that read_scale would refuse."""
+        if decode > LARGEST_DECODE_SCALE:
+            raise InputError(
+                f"{key}: its expert's weights reach {decode * np.float32(2688):.4g}; readers take an outer scale above "
+                f"{LARGEST_DECODE_SCALE:g} (weights above {LARGEST_DECODE_SCALE * np.float32(2688):g}) for an inverse"
+            )
         return encode_of(key, decode) if self.encode else decode
 
 
