@@ -152,7 +152,7 @@ def test_fused_experts_give_the_same_checkpoint(tmp_path):
     assert json.loads((tmp_path / "b" / "config.json").read_text())["transformers_version"] == "5.1.0"
 
 
-def test_the_activation_bound_is_never_exceeded(tmp_path):
+def test_the_activation_bound_holds_for_bf16_weights(tmp_path):
     path = quantised(tmp_path, "modelopt")
     stored = load_file(path / "model.safetensors")
     trace = Trace()

@@ -4,10 +4,11 @@ The quantiser is ops/nvfp4.py with one outer scale an expert (gate and up share 
 and outer scales are bit for bit those of a BF16 checkpoint that is quantised while it is loaded. Router, norms,
 embedding, attention, dense layers and lm_head are copied in BF16.
 
-Readers with static activation scales need an `input_scale`, and nothing was calibrated here. Written is a bound that no
-token exceeds: RMSNorm's output is at most sqrt(D) times its largest weight; a row of gate or up is at most sqrt(D)
-times the length of its weights times the norm's, and |silu(g) u| <= |g| |u|. It never saturates, but it is loose, so
-such readers lose resolution on quiet tokens. Recipes that quantise per token do not look at it.
+Readers with static activation scales need an `input_scale`, and nothing was calibrated here. Written is a bound for
+BF16 weights and unrounded norms: RMSNorm's output is at most sqrt(D) times its largest weight; a row of gate or up is
+at most sqrt(D) times the length of its weights times the norm's, and |silu(g) u| <= |g| |u|. A norm rounded to BF16
+can exceed it by an ulp, and quantised operands, whose rows may be longer, by a few tenths of it; real tokens stay far
+below, so such readers lose resolution on quiet tokens. Recipes that quantise per token do not look at it.
 """
 
 import math
@@ -61,7 +62,7 @@ class QuantisationError:
 
 @dataclass
 class _Bounds:
-    """Upper bounds of |activation| of the layer that is being written (module docstring)."""
+    """Bounds of |activation|, in exact arithmetic, of the layer that is being written (module docstring)."""
 
     config: Qwen3MoeConfig
     norm: Tensor = field(default_factory=lambda: torch.ones(1))
