@@ -35,28 +35,52 @@ class Recipe:
     about: str = ""
     overrides: tuple[tuple[str, str], ...] = ()
 
+    def __post_init__(self) -> None:
+        scales = {"nvfp4": ("row", "tensor")}.get(self.activations, ("",))
+        good = (
+            self.weights in ("bf16", "nvfp4")
+            and self.activations in (("bf16", "nvfp4", "mxfp8") if self.weights == "nvfp4" else ("bf16",))
+            and self.activation_scale in scales
+            and self.weight_scale in (("expert", "row") if self.weights == "nvfp4" else ("",))
+        )
+        if not good:
+            raise InputError(
+                f"recipe {self.name!r}: weights {self.weights!r}/{self.weight_scale!r} with activations "
+                f"{self.activations!r}/{self.activation_scale!r} is no format that exists; RECIPES has those that do"
+            )
+        if self.backward not in ("bf16", "mxfp8"):
+            raise InputError(f"backward {self.backward!r} is not known; choose bf16 or mxfp8")
+        if self.backward == "mxfp8" and self.weights == "bf16":
+            raise InputError("backward mxfp8 goes with a recipe that quantises; BF16 experts have a BF16 backward")
+
     def for_layer(self, layer: int) -> "Recipe":
         """The recipe of one layer, overrides applied, itself without overrides."""
         chosen = replace(self, overrides=())
         for pattern, name in self.overrides:
             if pattern == str(layer) or fnmatchcase(f"layers.{layer}.mlp", pattern):
-                chosen = replace(get(name), backward=self.backward)
+                chosen = get(name)
+                chosen = chosen if chosen.weights == "bf16" else replace(chosen, backward=self.backward)
         return chosen
 
     def with_overrides(self, overrides: Iterable[tuple[str, str]], num_layers: int) -> "Recipe":
         """Adds (pattern, recipe name) pairs. InputError where a pattern matches no layer or a name is unknown."""
         added = tuple((str(pattern), get(name).name) for pattern, name in overrides)
-        for pattern, _ in added:
-            if not any(pattern == str(i) or fnmatchcase(f"layers.{i}.mlp", pattern) for i in range(num_layers)):
+        recipe = replace(self, overrides=self.overrides + added)
+        recipe.check_overrides(range(num_layers))
+        return recipe
+
+    def check_overrides(self, layers: Iterable[int]) -> None:
+        """InputError for an override that matches none of these layers (those with experts)."""
+        layers = list(layers)
+        for pattern, _ in self.overrides:
+            if not any(pattern == str(i) or fnmatchcase(f"layers.{i}.mlp", pattern) for i in layers):
                 raise InputError(
-                    f"recipe override {pattern!r} matches no layer; give a number below {num_layers} or a pattern of "
-                    "'layers.I.mlp'"
+                    f"recipe override {pattern!r} matches no layer with experts; give the number of one or a pattern "
+                    "of 'layers.I.mlp'"
                 )
-        return replace(self, overrides=self.overrides + added)
 
     def with_backward(self, backward: str) -> "Recipe":
-        if backward not in ("bf16", "mxfp8"):
-            raise InputError(f"backward {backward!r} is not known; choose bf16 or mxfp8")
+        """The same recipe with another backward. InputError if it has none of that kind."""
         return replace(self, backward=backward)
 
     @property
@@ -95,7 +119,7 @@ RECIPES = {
 
 def get(name: str) -> Recipe:
     """The named recipe. InputError offers the closest name."""
-    if name in RECIPES:
+    if isinstance(name, str) and name in RECIPES:
         return RECIPES[name]
     close = get_close_matches(str(name), RECIPES, n=1, cutoff=0.3)
     hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(RECIPES)}"

@@ -55,14 +55,16 @@ class ExecutionSpec:
     def of(cls, model: _Model) -> "ExecutionSpec":
         """The spec that this model's forward pass follows."""
         config, recipe = model.config, getattr(model, "recipe", None) or get("bf16")
-        quantised = any(recipe.for_layer(i).weights != "bf16" for i in range(config.num_layers))
+        formats = {recipe.for_layer(i).weights for i, sparse in enumerate(config.sparse_layers) if sparse}
+        quantised = "nvfp4" in formats
+        placement = {"bf16": "fc2-accumulator", "nvfp4": "combine"}
         modules = {op: import_module(f"minitransformer.ops.{op}") for op in OPS + (QUANTISED_OPS if quantised else ())}
         options = {
             "recipe": recipe.key,
             "kv_dtype": "bfloat16",
             "lm_head_output": "float32",
             # Where an expert's weight enters: into FC2's FP32 accumulator before its only rounding, or into the sum.
-            "routing_weight": "combine" if quantised else "fc2-accumulator",
+            "routing_weight": ", ".join(placement[f] for f in sorted(formats)),
             "exp2_table": modules["rounding"].EX2_SHA256,
             "rms_eps": config.rms_eps,
             "top_k": config.top_k,

@@ -12,7 +12,7 @@ from minitransformer.errors import InputError
 from minitransformer.learner.learner import Learner
 from minitransformer.learner.packing import Sample
 from minitransformer.ops import nvfp4
-from minitransformer.recipe import RECIPES, get
+from minitransformer.recipe import RECIPES, Recipe, get
 
 INVARIANT = ["nvfp4_per_token", "nvfp4_per_row", "w4a16", "w4a8_mxfp8"]
 
@@ -61,7 +61,7 @@ QUANTISED_STAGES = ("gate_up_codes", "gate_up_scales", "gate_up_outer", "gate_up
 
 
 def companies(model) -> list[list[list[int]]]:
-    """The same target beside six different companies; one of them holds a token whose activations are loud."""
+    """The same target beside six different companies, before and behind them."""
     target, *others = laws.sequences(model, (9, 1, 30, 60, 17))
     return [[target], [target, others[0]], [others[1], target], [others[2], target, others[3]],
             [target, *others], [*others, target, others[2]]]  # fmt: skip
@@ -153,6 +153,51 @@ def test_overrides_choose_by_layer():
     laws.learner_equals_sampler(model)
     with pytest.raises(InputError, match="matches no layer"):
         get("bf16").with_overrides([("layers.7.*", "bf16")], 3)
+
+
+def test_recipes_do_not_remember_earlier_ones():
+    """What was overridden before is not overridden now, also where experts exist only quantised."""
+    model = quantised_model()
+    for layer in model.layers[:1]:
+        layer.mlp.set_quantised(model.recipe, *(layer.mlp.experts.quantised(n, getattr(layer.mlp, n).weight)
+                                                for n in ("gate_up", "down")))  # fmt: skip
+    batch = Batch.packed(laws.sequences(model, (9,)))
+    model.set_recipe("nvfp4_per_token")
+    key, want = model.recipe.key, laws.logits(model, batch)
+    assert "2->bf16" in key  # the layer that has BF16 weights beside quantised ones keeps them
+    model.set_recipe(get("nvfp4_per_token").with_overrides([("0", "w4a16"), ("2", "nvfp4_per_token")], 3))
+    model.set_recipe("nvfp4_per_token")
+    assert model.recipe.key == key
+    assert_bits_equal(laws.logits(model, batch), want)
+    model.set_recipe(model.recipe)
+    assert model.recipe.key == key
+
+
+@pytest.mark.parametrize("fields", [
+    ("x", "fp8", "nvfp4", "row", "expert"), ("x", "bf16", "nvfp4", "row", ""), ("x", "nvfp4", "nvfp4", "rwo", "expert"),
+    ("x", "nvfp4", "int8", "", "expert"), ("x", "nvfp4", "bf16", "", "tensor"), ("x", "bf16", "bf16", "", "", "mxfp8"),
+])  # fmt: skip
+def test_formats_that_do_not_exist_are_refused(fields):
+    with pytest.raises(InputError):
+        Recipe(*fields)
+
+
+def test_overrides_of_layers_without_experts_are_refused():
+    model = tiny_model(1)  # layer 1 is dense
+    with pytest.raises(InputError, match="no layer with experts"):
+        model.set_recipe(get("bf16").with_overrides([("1", "w4a16")], 3))
+    for wrong in ([], None, "nvfp4"):
+        with pytest.raises(InputError, match="not known"):
+            model.set_recipe(wrong)
+
+
+@pytest.mark.parametrize("recipe", INVARIANT)
+def test_activations_that_are_not_finite_are_named(recipe):
+    model = quantised_model(recipe)
+    with torch.no_grad():
+        model.layers[0].mlp.gate_up.weight.fill_(3e38)  # FC1 overflows FP32
+    with pytest.raises(InputError, match="input of token 0 of the batch is not finite"), torch.no_grad():
+        model(Batch.packed([[1, 2, 3]]))
 
 
 def test_the_recipe_is_in_the_fingerprint():

@@ -201,12 +201,15 @@ class Qwen3MoeForCausalLM(nn.Module):
         Layers that exist only in NVFP4 keep their codes and scales and take the recipe's activations; the layers that
         such a checkpoint leaves in BF16 stay so unless the recipe names them.
         """
-        recipe = get(recipe) if isinstance(recipe, str) else recipe
+        recipe = recipe if isinstance(recipe, Recipe) else get(recipe)
         sparse = {i: layer.mlp for i, layer in enumerate(self.layers) if isinstance(layer.mlp, SparseMlp)}
-        own = self.recipe.overrides
-        if any(mlp.gate_up is None for mlp in sparse.values()) and recipe.overrides[: len(own)] != own:
-            recipe = replace(recipe, overrides=own + recipe.overrides)
+        recipe.check_overrides(sparse)
+        left_out = tuple((str(i), "bf16") for i, mlp in sparse.items() if mlp.gate_up is not None)
+        if len(left_out) < len(sparse) and recipe.overrides[: len(left_out)] != left_out:
+            recipe = replace(recipe, overrides=left_out + recipe.overrides)
         for i, mlp in sparse.items():
+            if recipe.for_layer(i).activations == "mxfp8" and (self.config.hidden_size | self.config.expert_size) % 32:
+                raise InputError(f"{recipe.name}: MXFP8 needs hidden and expert sizes that are multiples of 32")
             if mlp.gate_up is None and recipe.for_layer(i).weight_scale != "expert":
                 raise InputError(f"layer {i} exists only quantised; {recipe.for_layer(i).name} needs its BF16 weights")
         for i, mlp in sparse.items():
