@@ -50,16 +50,13 @@ class Recipe:
             )
         if self.backward not in ("bf16", "mxfp8"):
             raise InputError(f"backward {self.backward!r} is not known; choose bf16 or mxfp8")
-        if self.backward == "mxfp8" and self.weights == "bf16":
-            raise InputError("backward mxfp8 goes with a recipe that quantises; BF16 experts have a BF16 backward")
 
     def for_layer(self, layer: int) -> "Recipe":
         """The recipe of one layer, overrides applied, itself without overrides."""
         chosen = replace(self, overrides=())
         for pattern, name in self.overrides:
             if pattern == str(layer) or fnmatchcase(f"layers.{layer}.mlp", pattern):
-                chosen = get(name)
-                chosen = chosen if chosen.weights == "bf16" else replace(chosen, backward=self.backward)
+                chosen = replace(get(name), backward=self.backward)
         return chosen
 
     def with_overrides(self, overrides: Iterable[tuple[str, str]], num_layers: int) -> "Recipe":

@@ -175,11 +175,25 @@ def test_recipes_do_not_remember_earlier_ones():
 
 @pytest.mark.parametrize("fields", [
     ("x", "fp8", "nvfp4", "row", "expert"), ("x", "bf16", "nvfp4", "row", ""), ("x", "nvfp4", "nvfp4", "rwo", "expert"),
-    ("x", "nvfp4", "int8", "", "expert"), ("x", "nvfp4", "bf16", "", "tensor"), ("x", "bf16", "bf16", "", "", "mxfp8"),
+    ("x", "nvfp4", "int8", "", "expert"), ("x", "nvfp4", "bf16", "", "tensor"), ("x", "bf16", "bf16", "", "", "fp4"),
 ])  # fmt: skip
 def test_formats_that_do_not_exist_are_refused(fields):
     with pytest.raises(InputError):
         Recipe(*fields)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_mxfp8_backward_changes_gradients_and_nothing_else(recipe):
+    model = quantised_model(recipe)
+    batch = Batch.packed(laws.sequences(model, (20,)))
+    want, scores = laws.gradients(model, batch, recompute=False), laws.logits(model, batch)
+    model.set_recipe(get(recipe).with_backward("mxfp8"))
+    got = laws.gradients(model, batch, recompute=False)
+    assert_bits_equal(laws.logits(model, batch), scores, "logits")
+    for name in ("layers.2.mlp.gate_up.weight", "layers.2.mlp.down.weight"):
+        assert not torch.equal(got[name], want[name]), name
+        far = (got[name].float() - want[name].float()).norm() / want[name].float().norm()
+        assert far.item() < 0.1, (name, far)  # E4M3 has 3 bits behind the point: 2^-4 an element
 
 
 def test_overrides_of_layers_without_experts_are_refused():

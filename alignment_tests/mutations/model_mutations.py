@@ -87,7 +87,7 @@ def only_for_pages(faulty: Callable, right: Callable) -> Callable:
     return lambda x, *args: (faulty if x.shape[0] < 16 else right)(x, *args)
 
 
-def routing_weight_twice(x_RK, weight_ENK, plan, weights_TK=None):
+def routing_weight_twice(x_RK, weight_ENK, plan, weights_TK=None, backward_format="bf16"):
     y = grouped_linear.grouped_linear(x_RK, weight_ENK, plan, weights_TK)
     return y if weights_TK is None else (y.float() * weights_TK.reshape(-1)[plan.order_R, None]).bfloat16()
 

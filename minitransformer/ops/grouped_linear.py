@@ -11,14 +11,16 @@ Backward, straight through the roundings:
     dX[r, k]  = bf16(g), or bf16(fl(g * w[r]))
     dw[r]     = lane sum over k of fl(x[r, k] * g[r, k])                        FP32
     dW[e,n,k] = bf16(chain over the expert's rows ascending of s[r, n] * x[r, k]), s = dY, or bf16(fl(dY * w[r]))
-An expert without rows gets dW = +0. Refused: other dtypes, shapes that do not fit the plan, devices without a kernel.
+An expert without rows gets dW = +0. With the backward `mxfp8` (to compare; recipe.py) the same chains run on operands
+rounded to MXFP8 along the axis of the sum (mxfp8.py), rows padded with zeros to a multiple of 32.
+Refused: other dtypes, shapes that do not fit the plan, devices without a kernel.
 """
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minitransformer.ops import cpu, gpu
+from minitransformer.ops import cpu, gpu, mxfp8
 from minitransformer.ops.dispatch import Plan
 from minitransformer.ops.jit import jit
 from minitransformer.ops.linear import round_bf16
@@ -66,11 +68,18 @@ def forward(x_RK: Tensor, weight_ENK: Tensor, plan: Plan, weights_TK: Tensor | N
     return _rounded(acc, _row_weights(weights_TK, plan))
 
 
-def backward(dy_RN: Tensor, x_RK: Tensor, weight_ENK: Tensor, plan: Plan, weights_TK: Tensor | None, need_dw=True):
+def backward(
+    dy_RN: Tensor, x_RK: Tensor, weight_ENK: Tensor, plan: Plan, weights_TK: Tensor | None, need_dw: bool = True,
+    backward_format: str = "bf16",
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """-> (dX [R, K] BF16, dW [E, N, K] BF16 or None, dweights [T, K] FP32 or None)."""
     scale = _row_weights(weights_TK, plan)
-    x = cpu.bf16_bits(x_RK)
-    g = grouped_chain_bits(cpu.bf16_bits(dy_RN), cpu.bf16_bits(weight_ENK), True, _offsets(plan))
+    x, low = cpu.bf16_bits(x_RK), backward_format == "mxfp8"
+    if low:
+        turned = mxfp8.rounded_bits(weight_ENK.transpose(1, 2))
+        g = grouped_chain_bits(mxfp8.rounded_bits(dy_RN), turned, False, _offsets(plan))
+    else:
+        g = grouped_chain_bits(cpu.bf16_bits(dy_RN), cpu.bf16_bits(weight_ENK), True, _offsets(plan))
     dweights = None
     if weights_TK is not None:
         dots = np.empty(x.shape[0], np.float32)
@@ -83,26 +92,34 @@ def backward(dy_RN: Tensor, x_RK: Tensor, weight_ENK: Tensor, plan: Plan, weight
     dw = torch.zeros_like(weight_ENK)
     for e in range(weight_ENK.shape[0]):
         rows = slice(plan.offsets[e], plan.offsets[e + 1])
-        if rows.stop > rows.start:
+        if rows.stop == rows.start:
+            continue
+        if low:
+            pair = mxfp8.rounded_bits(scaled[rows].t()), mxfp8.rounded_bits(x_RK[rows].t())
+            dw[e] = round_bf16(chain_bits(*pair, k_major=False))
+        else:
             dw[e] = round_bf16(chain_bits(cpu.bf16_bits(scaled[rows].t()), x[rows], k_major=True))
     return dx, dw, dweights
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_RK, weight_ENK, plan, weights_TK):
+    def forward(ctx, x_RK, weight_ENK, plan, weights_TK, backward_format):
         ctx.save_for_backward(x_RK, weight_ENK, weights_TK)
-        ctx.plan = plan
+        ctx.plan, ctx.backward_format = plan, backward_format
         return forward(x_RK, weight_ENK, plan, weights_TK)
 
     @staticmethod
     def backward(ctx, dy_RN):
         x_RK, weight_ENK, weights_TK = ctx.saved_tensors
-        dx, dw, dweights = backward(dy_RN, x_RK, weight_ENK, ctx.plan, weights_TK, ctx.needs_input_grad[1])
-        return dx, dw, None, dweights
+        need = ctx.needs_input_grad[1]
+        dx, dw, dweights = backward(dy_RN, x_RK, weight_ENK, ctx.plan, weights_TK, need, ctx.backward_format)
+        return dx, dw, None, dweights, None
 
 
-def grouped_linear(x_RK: Tensor, weight_ENK: Tensor, plan: Plan, weights_TK: Tensor | None = None) -> Tensor:
+def grouped_linear(
+    x_RK: Tensor, weight_ENK: Tensor, plan: Plan, weights_TK: Tensor | None = None, backward_format: str = "bf16"
+) -> Tensor:
     """x [R, K] BF16 in dispatch order times each row's expert of W [E, N, K] BF16 -> [R, N] BF16.
 
     weights_TK [T, K slots] FP32: routing weights to scale the rows by before the one rounding (down projection).
@@ -116,4 +133,4 @@ def grouped_linear(x_RK: Tensor, weight_ENK: Tensor, plan: Plan, weights_TK: Ten
         )
     if weights_TK is not None and weights_TK.numel() != rows:
         raise ValueError(f"grouped_linear: {weights_TK.numel()} routing weights for {rows} rows")
-    return _GroupedLinear.apply(x_RK, weight_ENK, plan, weights_TK)
+    return _GroupedLinear.apply(x_RK, weight_ENK, plan, weights_TK, backward_format)

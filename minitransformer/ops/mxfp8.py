@@ -109,3 +109,12 @@ def decode(q: Mxfp8) -> Tensor:
     bits = cpu.bf16_bits(out).reshape(codes.shape)
     cpu.parallel(_decode_cpu, codes.shape[0], codes, scales, _POWERS, bits, grain=16)
     return out
+
+
+def rounded_bits(x: Tensor) -> np.ndarray:
+    """BF16 [..., K] rounded to MXFP8 along K, decoded, as BF16 bits; K is padded with zeros to a multiple of 32.
+
+    The operands of the gradient products under the backward `mxfp8`.
+    """
+    x = torch.nn.functional.pad(x, (0, -x.shape[-1] % BLOCK))
+    return cpu.bf16_bits(decode(quantize(x.contiguous())))

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from minitransformer.errors import InputError
-from minitransformer.ops import cpu, grouped_linear, mxfp8
+from minitransformer.ops import cpu, grouped_linear
 from minitransformer.ops.dispatch import Plan
 from minitransformer.ops.jit import jit
 from minitransformer.ops.linear import round_bf16
-from minitransformer.ops.mma import chain_bits, grouped_chain_bits
+from minitransformer.ops.mma import grouped_chain_bits
 
 SPEC = "quantised_linear/1"
 
@@ -51,30 +51,10 @@ def forward(x_RK: Tensor, scale_R: Tensor | None, w_ENK: Tensor, scale_EN: Tenso
     return torch.from_numpy(acc) if out_dtype == torch.float32 else round_bf16(acc)
 
 
-def _mxfp8(x: Tensor) -> np.ndarray:
-    """BF16 [..., K] rounded to MXFP8 along K, decoded, as bits; K is padded with zeros to a multiple of 32."""
-    x = torch.nn.functional.pad(x, (0, -x.shape[-1] % mxfp8.BLOCK))
-    return cpu.bf16_bits(mxfp8.decode(mxfp8.quantize(x.contiguous())))
-
-
-def _backward_mxfp8(dy_RN: Tensor, x_RK: Tensor, weight_ENK: Tensor, plan: Plan, need_dw: bool):
-    offsets = np.asarray(plan.offsets, np.int64)
-    dx = grouped_chain_bits(_mxfp8(dy_RN), _mxfp8(weight_ENK.transpose(1, 2)), False, offsets)
-    if not need_dw:
-        return round_bf16(dx), None
-    dw = torch.zeros_like(weight_ENK)
-    for e, (first, last) in enumerate(zip(plan.offsets, plan.offsets[1:], strict=False)):
-        if last > first:
-            dw[e] = round_bf16(chain_bits(_mxfp8(dy_RN[first:last].t()), _mxfp8(x_RK[first:last].t()), False))
-    return round_bf16(dx), dw
-
-
 def backward(dy_RN: Tensor, x_RK: Tensor, weight_ENK: Tensor, plan: Plan, backward_format: str, need_dw=True):
     """dY [R, N] BF16 or FP32, x and W before quantising -> (dX [R, K] BF16, dW [E, N, K] BF16 or None)."""
     dy = round_bf16(cpu.f32(dy_RN)) if dy_RN.dtype == torch.float32 else dy_RN
-    if backward_format == "mxfp8":
-        return _backward_mxfp8(dy, x_RK, weight_ENK, plan, need_dw)
-    return grouped_linear.backward(dy, x_RK, weight_ENK, plan, None, need_dw)[:2]
+    return grouped_linear.backward(dy, x_RK, weight_ENK, plan, None, need_dw, backward_format)[:2]
 
 
 class _QuantisedLinear(torch.autograd.Function):

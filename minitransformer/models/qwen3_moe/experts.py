@@ -19,18 +19,19 @@ from minitransformer.recipe import Recipe
 from minitransformer.weights_stamp import WeightsStamp
 
 
+@dataclass
 class Bf16Experts:
     """gather -> FC1 -> swiglu -> FC2, scaled by the routing weight -> combine."""
 
-    recipe_name = "bf16"
+    backward: str = "bf16"
 
     def __call__(self, mlp, x_TD: Tensor, plan: Plan, weights_TK: Tensor, note) -> Tensor:
         x_RD = dispatch.gather(x_TD, plan)
-        gate_up_R2F = grouped_linear(x_RD, mlp.gate_up.weight, plan)
+        gate_up_R2F = grouped_linear(x_RD, mlp.gate_up.weight, plan, None, self.backward)
         note("gate_up", gate_up_R2F, plan)
         h_RF = swiglu(gate_up_R2F)
         note("swiglu", h_RF, plan)
-        y_RD = grouped_linear(h_RF, mlp.down.weight, plan, weights_TK)
+        y_RD = grouped_linear(h_RF, mlp.down.weight, plan, weights_TK, self.backward)
         note("down", y_RD, plan)
         return dispatch.combine(y_RD, plan)
 
@@ -107,4 +108,4 @@ class QuantisedExperts:
 
 def experts_of(recipe: Recipe):
     """The leaf for one layer's recipe (Recipe.for_layer)."""
-    return Bf16Experts() if recipe.weights == "bf16" else QuantisedExperts(recipe)
+    return Bf16Experts(recipe.backward) if recipe.weights == "bf16" else QuantisedExperts(recipe)
