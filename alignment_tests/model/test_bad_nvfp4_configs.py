@@ -16,6 +16,7 @@ from minitransformer.recipe import get
 UP = "model.layers.2.mlp.experts.7.up_proj."
 both = pytest.mark.parametrize("form", FORMS)
 
+GROUP = "config_groups/group_0/"
 MODELOPT_CONFIGS = [
     ({"quant_algo": "FP8"}, "quant_algo = 'FP8'"),
     ({"quant_algo": None}, "quant_algo = None"),
@@ -27,9 +28,16 @@ MODELOPT_CONFIGS = [
     ({"kv_cache_scheme": {"type": "float", "num_bits": 8}}, "kv_cache_scheme"),
     ({"pre_quant_scale": True}, "pre_quant_scale"),
     ({"ignore": "lm_head"}, "list of names"),
+    ({"exclude_modules": ["lm_head"]}, "exclude_modules and ignore differ"),
+    ({"config_groups": [], "group_size": 16}, "expected an object"),
+    ({GROUP + "weights/num_bits": 8}, "weights.num_bits = 8"),
+    ({GROUP + "input_activations/num_bits": 8}, "input_activations.num_bits = 8"),
+    ({GROUP + "weights/type": "int"}, "weights.type = 'int'"),
+    ({GROUP + "weights": "fp4"}, "group_0.weights: expected an object"),
+    ({GROUP + "output_activations": {"num_bits": 8}}, "output_activations"),
+    ({"config_groups/group_1": {"weights": {"num_bits": 8, "group_size": 16}}}, "group_1.weights.num_bits = 8"),
     ({"quant_method": "awq"}, "quant_method = 'awq'"),
 ]
-GROUP = "config_groups/group_0/"
 COMPRESSED_CONFIGS = [
     ({"format": "float-quantized"}, "format = 'float-quantized'"),
     ({GROUP + "weights/group_size": 32}, "group_size = 32"),

@@ -103,8 +103,18 @@ def _modelopt(where: str, found: Mapping[str, Any]) -> Quantisation:
     sizes = list(_values_of(found, "group_size"))
     if not sizes or any(type(size) is not int or size != BLOCK for size in sizes):
         raise InputError(f"{where}: group_size = {sorted({str(s)[:40] for s in sizes})}; NVFP4 has blocks of {BLOCK}")
-    key = "exclude_modules" if "exclude_modules" in found else "ignore"
-    return Quantisation(MODELOPT, ALGORITHMS[algorithm], _names(f"{where}.{key}", found.get(key) or []))
+    groups = found.get("config_groups")
+    for name, group in _mapping(f"{where}.config_groups", groups).items() if groups is not None else ():
+        at = f"{where}.config_groups.{name}"
+        _only(at, _mapping(at, group), ["weights", "input_activations", "targets"])
+        for part in ("weights", "input_activations"):
+            if group.get(part) is not None:
+                given = {"type": "float", "group_size": BLOCK} | dict(_mapping(f"{at}.{part}", group[part]))
+                _expect(f"{at}.{part}", given, {"num_bits": 4, "type": "float", "group_size": BLOCK})
+    names = [_names(f"{where}.{key}", found[key] or []) for key in ("exclude_modules", "ignore") if key in found]
+    if len({frozenset(some) for some in names}) > 1:
+        raise InputError(f"{where}: exclude_modules and ignore differ, and both list what stays in BF16; keep one")
+    return Quantisation(MODELOPT, ALGORITHMS[algorithm], names[0] if names else ())
 
 
 def _compressed_tensors(where: str, found: Mapping[str, Any]) -> Quantisation:
