@@ -7,7 +7,7 @@ embedding, attention, dense layers and lm_head are copied in BF16.
 Readers with static activation scales need an `input_scale`, and nothing was calibrated here. Written is a bound for
 BF16 weights and unrounded norms: RMSNorm's output is at most sqrt(D) times its largest weight; a row of gate or up is
 at most sqrt(D) times the length of its weights times the norm's, and |silu(g) u| <= |g| |u|. A norm rounded to BF16
-can exceed it by an ulp, and quantised operands, whose rows may be longer, by a few tenths of it; real tokens stay far
+can exceed it by an ulp, and quantised operands, whose rows may be longer, by more; real tokens stay far
 below, so such readers lose resolution on quiet tokens. Recipes that quantise per token do not look at it.
 """
 
