@@ -81,7 +81,7 @@ def _attention() -> Iterator[Case]:
     types = (*pointers, "fp32", "i32!", "i32", "i32!")
     for schedule in attention.CANDIDATES:
         shapes = [(8, 128, 128)]
-        if schedule in (attention.choose(1, 3), attention.choose(512, 3)):
+        if schedule in {attention.choose(longest, 3, flat) for longest in (1, 512) for flat in (False, True)}:
             shapes += [(3, 64, 64), (2, 48, 64)]
         for group, head, width in shapes:
             for contiguous in (False, True):

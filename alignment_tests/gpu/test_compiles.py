@@ -78,16 +78,17 @@ def test_row_operator_compiles_elsewhere(case: Case, capability: int):
 
 @pytest.mark.parametrize("longest", [1, 8, 512])
 def test_the_chosen_attention_schedules_do_not_spill(longest):
-    schedule = attention.choose(longest, 8)
-    for case in tensor_core_cases():
-        if case.name.startswith("attention") and case.name.endswith(f"128 {schedule}"):
-            assert " 0 B stack" in resources(case.compile()), case.name
+    for kind in ("paged", "packed"):
+        schedule = attention.choose(longest, 8, kind == "packed")
+        (case,) = (c for c in tensor_core_cases() if c.name == f"attention {kind} 128 {schedule}")
+        assert " 0 B stack" in resources(case.compile()), case.name
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 16])
 @pytest.mark.parametrize("longest", [1, 2, 5, 9, 17, 300])
-def test_a_row_belongs_to_one_warp(longest, group):
-    schedule = attention.choose(longest, group)
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_a_row_belongs_to_one_warp(longest, group, contiguous):
+    schedule = attention.choose(longest, group, contiguous)
     assert schedule.warps * 16 <= schedule.rows and group <= schedule.rows
 
 

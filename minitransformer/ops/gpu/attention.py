@@ -103,10 +103,13 @@ CANDIDATES = (
 )  # fmt: skip
 
 
-def choose(longest: int, group: int) -> Schedule:
-    """For the most query tokens of one sequence and the query heads of a key/value head."""
+def choose(longest: int, group: int, contiguous: bool) -> Schedule:
+    """For the most query tokens of one sequence and the query heads of a key/value head; from times on an H200."""
     # One warp for 16 rows would hold 64 keys of 128 in registers and spill; four load faster besides.
-    return Schedule(64, 4, 2) if longest * group <= 64 else Schedule(128, 8, 2)
+    if longest * group <= 64:
+        return Schedule(64, 4, 2)
+    # Row numbers are loaded before rows: more stages only hold more registers.
+    return Schedule(128, 8, 3) if contiguous else Schedule(64, 4, 1)
 
 
 def _bounds(batch: Batch, home: torch.device) -> Tensor:
@@ -141,7 +144,8 @@ def forward(
     longest = max((b - a for a, b in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)), default=0)
     if longest == 0:
         return o, m, l
-    schedule = schedule or choose(longest, N // G)
+    contiguous = _contiguous(batch, k.shape[0])
+    schedule = schedule or choose(longest, N // G, contiguous)
     tokens = schedule.rows // (N // G)
     if tokens == 0 or schedule.warps * 16 > schedule.rows:
         raise ValueError(f"attention: {schedule} does not take {N // G} query heads a key/value head")
@@ -149,6 +153,6 @@ def forward(
         attention_kernel[(triton.cdiv(longest, tokens), G, batch.num_sequences)](
             q, k, v, positions, key_rows, _bounds(batch, home), o, m, l, float(_scale(H)), N, G * H,
             key_rows.shape[1], N // G, H, triton.next_power_of_2(H), schedule.rows, KEY_TILE,
-            _contiguous(batch, k.shape[0]), num_warps=schedule.warps, num_stages=schedule.stages, **device.STRICT,
+            contiguous, num_warps=schedule.warps, num_stages=schedule.stages, **device.STRICT,
         )  # fmt: skip
     return o, m, l
