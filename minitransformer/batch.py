@@ -4,13 +4,14 @@ The learner's packed batch and the sampler's paged batch are the same object. A 
 key/value store is the batch itself, so attention has a single definition.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from minitransformer.errors import InputError
+from minitransformer.errors import InputError, RowError
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,18 @@ class Batch:
         names = ("ids_T", "positions_T", "key_rows_SL", "store_rows_T", "logit_rows_L")
         moved = {name: value.to(device) for name in names if (value := getattr(self, name)) is not None}
         return replace(self, **moved)
+
+    def faults(self, error: RowError) -> dict[int, str]:
+        """Whose tokens an operator has refused: sequence of the batch -> 'position P, layer I, op: what'.
+
+        Several positions are not all to blame: attention multiplies a masked value by 0, so that a NaN reaches the
+        sequence's earlier rows in its tile of keys too (never another sequence). A GPU tells the batch's first row.
+        """
+        positions: dict[int, list[int]] = {}
+        for row in error.rows:
+            positions.setdefault(bisect_right(self.cu_seqlens, row) - 1, []).append(int(self.positions_T[row]))
+        where = {s: f"position {p[0]}" if len(p) == 1 else f"positions {p[0]} to {p[-1]}" for s, p in positions.items()}
+        return {s: f"{text}, {error.reason}" for s, text in where.items()}
 
     @classmethod
     def packed(cls, sequences: Sequence[Sequence[int]], request_ids: Sequence[int] | None = None) -> "Batch":

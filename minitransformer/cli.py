@@ -1,4 +1,5 @@
-"""The command `minitransformer`. Exit status: 0 done and nothing differs, 1 something differs, 2 bad input.
+"""The command `minitransformer`. Exit status: 0 done and nothing differs, 1 something differs or some requests of
+`generate` failed, 2 bad input.
 
 Nothing here or in `commands` imports torch before a command runs, so that --help answers at once.
 """

@@ -6,11 +6,14 @@ import torch
 from alignment_tests import inputs
 from alignment_tests.gpu.values import agree
 from alignment_tests.learner.tiny import tiny_model
+from alignment_tests.sampler.test_bad_rows import BAD, GOOD, assert_same, exploding_model
 from minitransformer.alignment.trace import Noter
 from minitransformer.batch import Batch
 from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from minitransformer.ops import logprob
 from minitransformer.sampler.cache import KVCache
+from minitransformer.sampler.sampler import Sampler
+from minitransformer.sampler.sequence import RequestError, SamplingParams
 
 pytestmark = [
     pytest.mark.gpu,
@@ -103,3 +106,13 @@ def test_an_update_of_the_weights_is_seen(models):
         for model in (cpu, gpu):
             model.layers[0].attn.qkv.weight.mul_(-0.5)
     compare(cpu, gpu, Batch.packed([[1, 2, 3, 4, 5]]), what="after an update")
+
+
+def test_a_bad_token_ends_its_own_request():
+    """In the step that reads it, also where no logits are wanted; the others have the bits that they have alone."""
+    model, bad = exploding_model("bf16", 0, "router").to("cuda"), [20, 21, 22, BAD, *range(30, 50)]
+    params, options = SamplingParams(4, seed=3, ignore_eos=True), dict(page_size=4, chunk_size=8)
+    want = Sampler(model, **options).generate(GOOD, params)
+    with pytest.raises(RequestError, match="prompts.1.: request 1: position 3, router") as error:
+        Sampler(model, **options).generate([GOOD[0], bad, *GOOD[1:]], params)
+    assert_same([error.value.completions[i] for i in (0, 2, 3)], want)

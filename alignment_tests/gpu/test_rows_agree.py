@@ -209,11 +209,11 @@ def test_a_value_that_the_spec_refuses_is_named_at_the_next_check():
     logits[3, 2] = torch.nan
     cache = [torch.zeros(4, 2, 64, dtype=BF16, device=home) for _ in range(2)]
     cases = {
-        "embedding: the id of token 2": lambda: embedding.forward(ids, x.view(10, 64)[:9]),
-        "rope: the position of token 4": lambda: rope.rotate(x, torch.tensor([0, 1, 2, 15, 16]).cuda(), table.cuda()),
+        "embedding: row 2": lambda: embedding.forward(ids, x.view(10, 64)[:9]),
+        "rope: row 4": lambda: rope.rotate(x, torch.tensor([0, 1, 2, 15, 16]).cuda(), table.cuda()),
         "router: row 3": lambda: router.forward(logits.cuda(), 2, True),
-        "plan: an expert id of token 1": lambda: dispatch.plan(torch.tensor([[0, 1], [2, 8]]).cuda(), 8),
-        "kv_store: token 1": lambda: kv_store.store(x, x, *cache, rows),
+        "plan: row 1": lambda: dispatch.plan(torch.tensor([[0, 1], [2, 8]]).cuda(), 8),
+        "kv_store: row 1": lambda: kv_store.store(x, x, *cache, rows),
         "logprob: row 0": lambda: logprob.forward(nan, zero, 1.0),
     }  # fmt: skip
     for message, call in cases.items():

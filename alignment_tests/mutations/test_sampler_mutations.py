@@ -1,9 +1,10 @@
-"""Each fault in sampler_mutations.py is caught by the test of its law."""
+"""Each fault in sampler_mutations.py and failure_mutations.py is caught by the test of its law."""
 
 import pytest
 
-from alignment_tests.mutations import Mutation, assert_caught
-from alignment_tests.mutations.sampler_mutations import MUTATIONS
+from alignment_tests.mutations import Mutation, assert_caught, failure_mutations, sampler_mutations
+
+MUTATIONS = sampler_mutations.MUTATIONS + failure_mutations.MUTATIONS
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)

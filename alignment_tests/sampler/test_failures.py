@@ -98,7 +98,7 @@ def one_bad_request() -> None:
         sampler.generate(ids, [HOT, COLD, HOT], on_token=seen.append)
         raise AssertionError("the bad request went unnoticed")
     except RequestError as error:
-        assert str(error).startswith("prompts[1]: sample") and "\n" not in str(error)
+        assert str(error).startswith("prompts[1]: request 1: sample") and "\n" not in str(error)
         completions = error.completions
     assert [c.finish_reason for c in completions] == ["length", "error", "length"]
     assert completions[1].token_ids == [] and completions[1].error and completions[0].error is None

@@ -2,14 +2,19 @@
 
 A request's tokens depend on its prompt, its seed and the weights, not on the batch, the chunks or the pages. Log-probs
 are of the softmax over the whole vocabulary at the temperature, whatever --top-k and --top-p are.
+Exit status 0 if every request was finished; 1 if some failed, because their activations or logits are not finite: the
+others are printed and written all the same, a failed one with what it had, and stderr names each; 2 for bad input.
 
 Example:
   minitransformer generate --model demo/checkpoint --prompts examples/prompts.txt --json completions.jsonl
 """
 
 import argparse
+import sys
 
 from minitransformer.commands import common
+
+SOME_FAILED = 1
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -28,12 +33,16 @@ def run(args: argparse.Namespace) -> int:
     model = common.load_model(args)
     prompts, lines = common.read_prompt_ids(args, model)
     from minitransformer.sampler.sampler import Sampler
+    from minitransformer.sampler.sequence import RequestError
 
     with common.progress() as show, common.naming_prompts(args.prompts, lines):
         show("sampling", args.max_new_tokens * len(prompts))
-        completions = Sampler(model, **common.sampler_options(args)).generate(
-            prompts, common.sampling_params(args, len(prompts)), on_token=lambda token: show.advance()
-        )
+        try:
+            completions = Sampler(model, **common.sampler_options(args)).generate(
+                prompts, common.sampling_params(args, len(prompts)), on_token=lambda token: show.advance()
+            )
+        except RequestError as error:
+            completions = error.completions
     console = common.console()
     for completion in completions:
         log_prob = sum(completion.log_probs)
@@ -46,4 +55,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(text, markup=False, soft_wrap=True)
     if args.json is not None:
         common.write_text(args.json, common.json_lines(map(common.completion_dict, completions)))
-    return 0
+    failed = [(line, c.error) for line, c in zip(lines, completions, strict=True) if c.error is not None]
+    for line, what in failed:
+        print(f"error: {args.prompts}:{line}: {what}", file=sys.stderr)
+    return SOME_FAILED if failed else 0

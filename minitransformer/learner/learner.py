@@ -34,6 +34,7 @@ from minitransformer.learner import arguments, checkpoint, gradients
 from minitransformer.learner.losses import Loss, PolicyGradient, TokenLoss
 from minitransformer.learner.metrics import UpdateMetrics, metrics
 from minitransformer.learner.packing import Pack, Sample, pack, unpack
+from minitransformer.ops import gpu
 from minitransformer.ops.logprob import logprob
 from minitransformer.weights_stamp import WeightsStamp
 
@@ -108,7 +109,7 @@ class Learner:
 
         temperature: one for all or one a sequence; the logits are divided by it. 0 stands for greedy and divides by
         1, as in SamplingParams. trace: takes the rows of every stage under request_ids (default: 0, 1, ...).
-        Raises InputError, naming the sequence, for bad input.
+        Raises InputError, naming the sequence, for bad input, and the position too for values that are not finite.
         """
         sequences, prompt_lens = as_list("sequences", sequences), as_list("prompt_lens", prompt_lens)
         packs = self._pack(sequences, prompt_lens)
@@ -129,8 +130,9 @@ class Learner:
     def update(self, samples: Sequence[Sample], loss: Loss | None = None) -> UpdateMetrics:
         """One optimizer step on the token mean of the loss (default PolicyGradient()) over all samples.
 
-        Raises InputError for a bad sample, and FloatingPointError for a loss or gradient that is not finite, naming
-        the sample or the first such parameter; then masters, optimizer state and weights are what they were.
+        Raises InputError for a bad sample or activations that are not finite, naming the sequence and the position, and
+        FloatingPointError for a loss or gradient that is not finite, naming the sample or the first such parameter;
+        then masters, optimizer state and weights are what they were.
         """
         loss = PolicyGradient() if loss is None else loss
         samples = arguments.samples(samples)
@@ -190,10 +192,17 @@ class Learner:
 
     def _log_probs(self, one: Pack, temperatures: Sequence[float], trace=None) -> Tensor:
         recompute = self.recompute and torch.is_grad_enabled()
-        logits_LV = self.model(one.batch, trace=trace, recompute=recompute)
+        with one.naming_rows():
+            logits_LV = self.model(one.batch, trace=trace, recompute=recompute)
+            if logits_LV.is_cuda:
+                gpu.device.check(logits_LV.device)  # now: rows found later would be taken for rows of the logits
+        log_probs = []
         rows = zip(_split_rows(logits_LV, one.bounds), _split_rows(one.target_ids_L, one.bounds), strict=True)
         # logprob takes one temperature; its rows are independent, so a call a sequence has the bits of one call.
-        return torch.cat([logprob(*row, temperatures[s]) for s, row in zip(one.sequences, rows, strict=True)])
+        for s, first, row in zip(one.sequences, one.bounds[:-1], rows, strict=True):
+            with one.naming_rows(first):
+                log_probs.append(logprob(*row, temperatures[s]))
+        return torch.cat(log_probs)
 
     def _refuse_replaced_parameters(self) -> None:
         now = dict(self.model.named_parameters())

@@ -7,14 +7,15 @@ The rows of a pack are thus the rows that a sampler computed to write the same c
 Legend: T tokens fed in a pack, L scored tokens (targets) in a pack, S sequences in a pack.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from minitransformer.batch import Batch
-from minitransformer.errors import InputError
+from minitransformer.errors import InputError, RowError
 from minitransformer.integers import as_list, integer, listed
 
 
@@ -81,6 +82,20 @@ class Pack:
     sequences: tuple[int, ...]
     target_ids_L: Tensor
     bounds: tuple[int, ...]
+
+    @contextmanager
+    def naming_rows(self, first: int | None = None) -> Iterator[None]:
+        """Turns a RowError into an InputError with the sequence and the position.
+
+        Its rows count the batch's tokens, or with `first` rows of the logits, from that one on.
+        """
+        try:
+            yield
+        except RowError as error:
+            if first is not None:
+                error.rows = self.batch.logit_rows_L[[first + row for row in error.rows]].tolist()
+            s, what = next(iter(self.batch.faults(error).items()))
+            raise InputError(f"sequence {self.sequences[s]}, {what}") from None
 
 
 def pack(

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitransformer.errors import InputError
+from minitransformer.errors import InputError, RowError
 from minitransformer.ops import cpu, gpu
 from minitransformer.ops.embedding import check_ids
 from minitransformer.ops.jit import jit
@@ -84,7 +84,7 @@ def forward(logits_TV: Tensor, ids_T: Tensor, temperature: float) -> tuple[Tenso
     # An infinite maximum or a NaN anywhere in the row makes S NaN.
     bad = max_sum[:, 1].isnan() | max_sum[:, 0].isinf()
     if bad.any():
-        raise InputError(f"logprob: row {int(bad.int().argmax())} of the logits has a NaN or no finite maximum")
+        raise RowError("logprob", bad.nonzero().flatten(), "the logits have a NaN or no finite maximum")
     return out, max_sum
 
 
@@ -127,8 +127,8 @@ class _LogProb(torch.autograd.Function):
 def logprob(logits_TV: Tensor, ids_T: Tensor, temperature: float = 1.0) -> Tensor:
     """log p(ids[t]) under logits [T, V] FP32, ids [T] int64, at one temperature -> FP32 [T], in nats.
 
-    Raises InputError on temperature <= 0, an id outside the vocabulary or a NaN logit; ValueError, TypeError,
-    UnsupportedDevice on shapes, dtypes, devices.
+    Raises InputError on temperature <= 0 or an id outside the vocabulary, RowError on a NaN logit; ValueError,
+    TypeError, UnsupportedDevice on shapes, dtypes, devices.
     """
     if not (np.float32(temperature) > 0 and math.isfinite(temperature)):
         raise InputError(f"logprob: temperature {temperature} must be positive; score greedy requests at temperature 1")

@@ -114,7 +114,11 @@ def decode(q: Mxfp8) -> Tensor:
 def rounded_bits(x: Tensor) -> np.ndarray:
     """BF16 [..., K] rounded to MXFP8 along K, decoded, as BF16 bits; K is padded with zeros to a multiple of 32.
 
-    The operands of the gradient products under the backward `mxfp8`.
+    The operands of the gradient products under the backward `mxfp8`. Raises FloatingPointError where one is not finite,
+    as gradients that are not finite do everywhere.
     """
     x = torch.nn.functional.pad(x, (0, -x.shape[-1] % BLOCK))
-    return cpu.bf16_bits(decode(quantize(x.contiguous())))
+    try:
+        return cpu.bf16_bits(decode(quantize(x.contiguous())))
+    except InputError as error:
+        raise FloatingPointError(f"an operand of a gradient product is not finite: {error}") from None

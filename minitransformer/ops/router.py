@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitransformer.errors import InputError
+from minitransformer.errors import RowError
 from minitransformer.ops import cpu, gpu
 from minitransformer.ops.jit import jit
 from minitransformer.ops.rounding import LOG2E, bf16_to_f32, exp2_32, f32_to_bf16, lane_sum
@@ -80,7 +80,7 @@ def forward(logits_TE: Tensor, top_k: int, norm_topk_prob: bool) -> tuple[Tensor
     bad = np.zeros(T, np.bool_)
     cpu.parallel(_forward_cpu, T, cpu.bf16_bits(logits_TE), norm_topk_prob, weights.numpy(), ids.numpy(), bad, grain=8)
     if bad.any():
-        raise InputError(f"router: row {int(bad.argmax())} has a logit that is NaN or infinite; check the weights")
+        raise RowError("router", np.flatnonzero(bad), "a logit is NaN or infinite; check the weights")
     return weights, ids
 
 
@@ -130,7 +130,7 @@ class _Router(torch.autograd.Function):
 def router(logits_TE: Tensor, top_k: int, norm_topk_prob: bool) -> tuple[Tensor, Tensor]:
     """Router logits BF16 [..., E] -> (weights FP32 [..., K], expert ids int64 [..., K]), largest logit first.
 
-    Raises InputError when a logit is not finite (rows counted over the leading dimensions), ValueError when top_k is
+    Raises RowError when a logit is not finite (rows counted over the leading dimensions), ValueError when top_k is
     outside 1 .. E, TypeError on another dtype, UnsupportedDevice off the CPU.
     """
     E = logits_TE.shape[-1]

@@ -68,6 +68,17 @@ class PagePool:
             else:
                 self._free.append(page)
 
+    def discard(self, pages: Sequence[int]) -> None:
+        """As release, for a request that failed: what only it held is not found again, for its rows may be NaN.
+
+        A page that others continue or hold stays; who reads it has the same ids, so the same rows, and fails alike.
+        """
+        for page in reversed(pages):
+            continued = any(parent == page for parent, _ in self._keys.values())
+            if page in self._keys and self.references[page] == 1 and not continued:
+                del self._published[self._keys.pop(page)]
+            self.release([page])
+
     def match(self, ids: Sequence[int]) -> list[int]:
         """The published pages that hold the longest prefix of ids, in order.
 

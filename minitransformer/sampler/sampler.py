@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from minitransformer.batch import Batch
-from minitransformer.errors import InputError
+from minitransformer.errors import InputError, RowError
+from minitransformer.ops import gpu
 from minitransformer.ops.logprob import logprob
 from minitransformer.ops.sample import sample
 from minitransformer.sampler.cache import KVCache, default_num_pages
@@ -76,9 +77,8 @@ class Sampler:
         trace      takes every named tensor of every step, and the log-probs
         on_token   called with each new token as it is drawn
 
-        Raises InputError for bad input, before anything has changed. If no token can be drawn from a request's
-        logits, the other requests are finished, and then a RequestError (an InputError) names the request; all
-        completions are in its .completions.
+        Raises InputError for bad input, before anything has changed. If a request fails (see step), the others are
+        finished, and then a RequestError (an InputError) names it; all completions are in its .completions.
         """
         prompts = prompt_list(prompts)
         if self.scheduler.waiting or self.scheduler.running:
@@ -129,24 +129,26 @@ class Sampler:
         """One forward pass; the tokens it has drawn, at most one a request. Empty without requests in flight, and
         when every request that had a turn is still reading its prompt.
 
-        A request whose logits no token can be drawn from (a NaN; a largest logit that its temperature makes
-        overflow) ends with finish_reason "error"; the others go on. Whatever else the model, the draw or the trace
-        raises comes out with every request as it was before: the step can be repeated, and gives the same bits.
+        A request ends with finish_reason "error" if an operator refuses its values (activations or router logits that
+        are not finite), or if no token can be drawn from its logits (a NaN; a largest logit that its temperature makes
+        overflow). The others go on, with the bits that they have without it; the prefix cache keeps none of its pages.
+        Whatever else the model, the draw or the trace raises comes out with every request as it was before: the step
+        can be repeated, and gives the same bits.
         """
         if self._weights_stamp() != self._weights:
             self.reset_cache()
         chunks = self.scheduler.schedule()
         if not chunks:
             return []
-        logits_LV = self.model(self._batch(chunks), self.cache, trace)
-        sequences = [chunk.sequence for chunk in chunks if chunk.completes]
-        drawn = _draw(sequences, logits_LV)
-        tokens = [self._new_token(*row) for row in zip(sequences, drawn, strict=True)]
+        good, logits_LV, results = self._forward(chunks, trace)
+        drawing = [chunk.sequence for chunk in good if chunk.completes]
+        results += zip(drawing, _draw(drawing, logits_LV), strict=True)
+        tokens = [self._new_token(*result) for result in results]
         if trace is not None:
-            for sequence, token in zip(sequences, tokens, strict=True):
+            for (sequence, _), token in zip(results, tokens, strict=True):
                 if token.token_id is not None:
                     trace.note_log_probs(token.request_id, [len(sequence.ids)], [token.log_prob])
-        self._commit(chunks, tokens)
+        self._commit(good, [sequence for sequence, _ in results], tokens)
         return tokens
 
     def reset_cache(self) -> None:
@@ -167,6 +169,23 @@ class Sampler:
         """Asserts the invariants of requests, pages and prefix cache."""
         self.scheduler.check()
 
+    def _forward(self, chunks: list[Chunk], trace: Any) -> tuple[list[Chunk], Tensor, list]:
+        """(good chunks, their logits, (sequence, error) of the others). The good ones are computed again without the
+        bad: bits do not depend on the batch, so none of them moves."""
+        failed: list[tuple[Sequence, InputError]] = []
+        while chunks:
+            batch = self._batch(chunks)
+            try:
+                logits_LV = self.model(batch, self.cache, trace)
+                if logits_LV.is_cuda:
+                    gpu.device.check(logits_LV.device)  # now: a row found later would be taken for another batch's
+                return chunks, logits_LV, failed
+            except RowError as error:
+                faults = batch.faults(error)
+            failed += [(chunks[s].sequence, InputError(what)) for s, what in faults.items()]
+            chunks = [chunk for s, chunk in enumerate(chunks) if s not in faults]
+        return [], torch.empty(0), failed
+
     def _batch(self, chunks: list[Chunk]) -> Batch:
         """One batch of all chunks, prompts and single tokens alike; logits for those that draw a token."""
         rows, end = [], 0
@@ -186,7 +205,8 @@ class Sampler:
     def _new_token(self, sequence: Sequence, drawn: tuple[int, float] | InputError) -> NewToken:
         """What this step says of the request; nothing is changed yet."""
         if isinstance(drawn, InputError):
-            completion = sequence.completion("error", self.model.tokenizer, str(drawn))
+            what = f"request {sequence.request_id}: {drawn}"
+            completion = sequence.completion("error", self.model.tokenizer, what)
             return NewToken(sequence.request_id, None, None, completion)
         reason = sequence.finish_reason(drawn[0])
         completion = None
@@ -194,16 +214,17 @@ class Sampler:
             completion = sequence.with_token(*drawn).completion(reason, self.model.tokenizer)
         return NewToken(sequence.request_id, *drawn, completion)
 
-    def _commit(self, chunks: list[Chunk], tokens: list[NewToken]) -> None:
+    def _commit(self, chunks: list[Chunk], sequences: list[Sequence], tokens: list[NewToken]) -> None:
         """Keys, values and tokens of a step count from here on; nothing in here fails."""
-        sequences = [chunk.sequence for chunk in chunks if chunk.completes]
         for sequence, token in zip(sequences, tokens, strict=True):
             if token.token_id is not None:
                 sequence.append(token.token_id, token.log_prob)
         for chunk in chunks:
             self.scheduler.computed(chunk)
         for sequence, token in zip(sequences, tokens, strict=True):
-            if token.completion is not None:
+            if token.token_id is None:
+                self.scheduler.fail(sequence)
+            elif token.completion is not None:
                 self.scheduler.remove(sequence)
 
     def _weights_stamp(self) -> WeightsStamp:

@@ -72,6 +72,12 @@ class Scheduler:
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self._give_back(sequence)
 
+    def fail(self, sequence: Sequence) -> None:
+        """Takes a request out whose rows may be wrong: the prefix cache does not keep them."""
+        self.running.remove(sequence)
+        self.pool.discard(sequence.pages)
+        sequence.pages, sequence.num_computed = [], 0
+
     def preempt(self, sequence: Sequence) -> None:
         """Back to waiting with all its tokens and none of its pages; it will be computed again from position 0."""
         self.running.remove(sequence)

@@ -138,12 +138,12 @@ class Completion:
     token_ids       the sampled tokens, a final stop token included
     log_probs       FP32 values (exact as Python floats), one a token; of which distribution says log_prob_of
     log_prob_of     in words; see SamplingParams
-    finish_reason   "stop" (a stop token), "length" (max_new_tokens, or the context is full), "abort", or "error": no
-                    next token could be drawn from this request's logits; the tokens before it are good
+    finish_reason   "stop" (a stop token), "length" (max_new_tokens, or the context is full), "abort", or "error": an
+                    operator has refused this request's values (not finite); the tokens before are good
     text            token_ids without a final stop token, decoded; None without a tokenizer
     cached_tokens   tokens of the prompt that the prefix cache spared when the request was first admitted
     preemptions     how often its pages were taken away and its tokens computed again
-    error           with "error": what was wrong; else None
+    error           with "error": the request, the position, the layer, the operator and what was wrong; else None
     """
 
     request_id: int

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from minitransformer.errors import InputError
+from minitransformer.errors import RowError
 from minitransformer.ops import dispatch, mxfp8, nvfp4
 from minitransformer.ops.dispatch import Plan
 from minitransformer.ops.grouped_linear import grouped_linear
@@ -61,8 +61,8 @@ class QuantisedExperts:
     def _product(self, mlp, name: str, x_RK: Tensor, amax_R: Tensor, plan: Plan, out_dtype, note) -> Tensor:
         bad = ~torch.isfinite(amax_R)
         if bad.any():
-            token = int(plan.order_R[bad.nonzero()[0, 0]]) // plan.rows_TK.shape[1]
-            raise InputError(f"experts, {name}: input of token {token} of the batch is not finite; check the weights")
+            tokens = (plan.order_R[bad] // plan.rows_TK.shape[1]).unique()  # ascending
+            raise RowError(f"experts.{name}", tokens, "the input is not finite; check the weights")
         layer = getattr(mlp, name)
         operand = self._activation(x_RK, amax_R, plan, lambda stage, x: note(f"{name}_{stage}", x, plan))
         weight = None if layer is None else layer.weight

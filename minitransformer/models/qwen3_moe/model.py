@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from minitransformer.batch import Batch
-from minitransformer.errors import InputError
+from minitransformer.errors import InputError, in_layer
 from minitransformer.models.qwen3_moe import weights
 from minitransformer.models.qwen3_moe.config import Qwen3MoeConfig, inverse_frequencies
 from minitransformer.models.qwen3_moe.experts import Bf16Experts, QuantisedExperts, experts_of
@@ -180,6 +180,7 @@ class Qwen3MoeForCausalLM(nn.Module):
 
         cache: sampler.cache.KVCache, or None to attend within the batch. trace: alignment.trace.Trace or None.
         recompute: keep only each layer's input for the backward pass and run the layer again there; the same bits.
+        Raises RowError for tokens whose values an operator refuses; the other tokens' rows do not depend on them.
         """
         note, table = trace.bind(batch) if trace is not None else no_trace, self._table()
         x_TD, residual_TD = embedding(batch.ids_T, self.embed_tokens.weight), None
@@ -187,7 +188,8 @@ class Qwen3MoeForCausalLM(nn.Module):
         for i, layer in enumerate(self.layers):
             store = None if cache is None else (cache.k[i], cache.v[i])
             args = (x_TD, residual_TD, batch, table, store, note)
-            x_TD, residual_TD = checkpoint(layer, *args, use_reentrant=False) if recompute else layer(*args)
+            with in_layer(i):
+                x_TD, residual_TD = checkpoint(layer, *args, use_reentrant=False) if recompute else layer(*args)
         h_TD, _ = rms_norm_residual(x_TD, residual_TD, self.norm.weight, self.config.rms_eps)
         note("final_norm", h_TD)
         h_LD = h_TD if batch.logit_rows_L is None else h_TD[batch.logit_rows_L]

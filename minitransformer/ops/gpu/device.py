@@ -5,7 +5,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from minitransformer.errors import InputError, UnsupportedDevice
+from minitransformer.errors import RowError, UnsupportedDevice
 
 # No contraction of a product and a sum into an FMA that nobody wrote. The reflection decides that tl.exp2 becomes
 # ex2.approx.ftz, the instruction of exp2_hw; add, mul, fma, div_rn and sqrt_rn keep subnormals either way.
@@ -16,12 +16,12 @@ ROWS = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 # What a kernel can only find by looking at values. It leaves the first bad row in its op's slot; the host reads the
 # slots where it waits for the GPU anyway (`check`), so a bad row is refused, but later than on the CPU.
 FAULTS = {
-    "embedding": "the id of token {row} is outside the vocabulary; check the tokenizer",
-    "rope": "the position of token {row} is outside the table; shorten the prompt or the completion",
-    "router": "row {row} has a logit that is NaN or infinite; check the weights",
-    "dispatch.plan": "an expert id of token {row} is outside the experts",
-    "kv_store": "token {row} has a row outside the store",
-    "logprob": "row {row} of the logits has a NaN or no finite maximum, or its id is outside the vocabulary",
+    "embedding": "the id is outside the vocabulary; check the tokenizer",
+    "rope": "the position is outside the table; shorten the prompt or the completion",
+    "router": "a logit is NaN or infinite; check the weights",
+    "dispatch.plan": "an expert id is outside the experts",
+    "kv_store": "its row is outside the store",
+    "logprob": "the logits have a NaN or no finite maximum, or the id is outside the vocabulary",
 }
 _NO_ROW = 2**31 - 1
 
@@ -63,11 +63,11 @@ def faults(home: torch.device) -> Tensor:
 
 
 def check(home: torch.device) -> None:
-    """Waits for the GPU and raises InputError if a kernel met a value that its spec refuses. Nothing under capture."""
+    """Waits for the GPU and raises RowError if a kernel met a value that its spec refuses. Nothing under capture."""
     if torch.cuda.is_current_stream_capturing():
         return
     rows = faults(home).tolist()
     for (op, text), row in zip(FAULTS.items(), rows, strict=True):
         if row != _NO_ROW:
             faults(home).fill_(_NO_ROW)
-            raise InputError(f"{op}: {text.format(row=row)}")
+            raise RowError(op, [row], text)
