@@ -22,13 +22,14 @@ DEMO_ARGS ?=
 # step: says what it does, does it, says how long it took.
 step = @printf '%s\n' '-- $(1)'; SECONDS=0; $(2); printf '   %d s\n' $$SECONDS
 
-.PHONY: help demo test test-all test-gpu lint docs docs-check bench setup clean
+.PHONY: help demo test test-all test-gpu test-sglang lint docs docs-check bench setup clean
 
 help:
 	@echo "make demo      set up, make the demo checkpoint, and align sampler and learner on it (minutes the first time)"
 	@echo "make test      set up, check style and docs, run the tests that take seconds"
 	@echo "make test-all  the slow tests too (soak, whole demo checkpoint)"
 	@echo "make test-gpu  the tests of the GPU kernels"
+	@echo "make test-sglang  SGLang with our model, on the CPU, in an environment of its own (.venv-sglang, 1.7 GB)"
 	@echo "make lint      ruff;  make docs  gather the execution specs;  make bench  the benchmarks"
 
 $(VENV)/.made:
@@ -78,6 +79,25 @@ test-all: lint docs-check $(VENV)/.smollm2
 
 test-gpu: $(VENV)/.installed
 	@$(PY) -m pytest -m gpu --tb=short -W ignore alignment_tests/gpu
+
+# SGLang's requirements would bring CUDA builds and other versions of what is tested here: --no-deps, and a list.
+SGVENV := .venv-sglang
+SGPY := $(SGVENV)/bin/python
+SGPIP := $(SGPY) -m pip --disable-pip-version-check -qq
+SGREQUIREMENTS := alignment_tests/plugin/requirements.txt
+
+$(SGVENV)/.torch:
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or later found; give one: make PYTHON=/path/to/python3.12"; exit 2; }
+	$(call step,creating $(SGVENV) with $(PYTHON),"$(PYTHON)" -m venv $(SGVENV))
+	$(call step,installing $(TORCH),$(SGPIP) install --no-compile $(TORCH_ARGS) "$(TORCH)")
+	@touch $@
+
+$(SGVENV)/.installed: $(SGVENV)/.torch $(SGREQUIREMENTS) pyproject.toml
+	$(call step,installing SGLang and minitransformer,$(SGPIP) install --no-compile --no-deps -r $(SGREQUIREMENTS) -e .)
+	@touch $@
+
+test-sglang: $(SGVENV)/.installed
+	@printf '%s\n' '-- pytest'; $(SGPY) -m pytest -m "not gpu" alignment_tests/plugin
 
 bench: $(VENV)/.installed
 	@for file in benchmarks/*.py; do echo "-- $$file"; $(PY) "$$file"; done

@@ -170,9 +170,7 @@ class Qwen3MoeForCausalLM(nn.Module):
         self.lm_head = None if config.tie_word_embeddings else Weight(config.vocab_size, config.hidden_size)
         # A plain attribute: casting the module to BF16 must not cast the table.
         frequencies, magnitude = inverse_frequencies(config)
-        self.rope_table = rope_table(
-            config.head_dim, config.rope_theta, config.max_positions, frequencies, magnitude
-        )
+        self.rope_table = rope_table(config.head_dim, config.rope_theta, config.max_positions, frequencies, magnitude)
         self._tables: dict[torch.device, Tensor] = {}
 
     def forward(self, batch: Batch, cache=None, trace=None, recompute: bool = False) -> Tensor:
@@ -182,8 +180,16 @@ class Qwen3MoeForCausalLM(nn.Module):
         recompute: keep only each layer's input for the backward pass and run the layer again there; the same bits.
         Raises RowError for tokens whose values an operator refuses; the other tokens' rows do not depend on them.
         """
-        note, table = trace.bind(batch) if trace is not None else no_trace, self._table()
-        x_TD, residual_TD = embedding(batch.ids_T, self.embed_tokens.weight), None
+        note = trace.bind(batch) if trace is not None else no_trace
+        h_TD = self.hidden(batch, cache, note, recompute)
+        logits_LV = self.logits(h_TD if batch.logit_rows_L is None else h_TD[batch.logit_rows_L])
+        note("logits", logits_LV)
+        return logits_LV
+
+    def hidden(self, batch: Batch, cache=None, note: Note = no_trace, recompute: bool = False) -> Tensor:
+        """The last norm's output [T, D] BF16 of every token; arguments as forward's."""
+        table, residual_TD = self._table(), None
+        x_TD = embedding(batch.ids_T, self.embed_tokens.weight)
         note("embedding", x_TD)
         for i, layer in enumerate(self.layers):
             store = None if cache is None else (cache.k[i], cache.v[i])
@@ -192,10 +198,11 @@ class Qwen3MoeForCausalLM(nn.Module):
                 x_TD, residual_TD = checkpoint(layer, *args, use_reentrant=False) if recompute else layer(*args)
         h_TD, _ = rms_norm_residual(x_TD, residual_TD, self.norm.weight, self.config.rms_eps)
         note("final_norm", h_TD)
-        h_LD = h_TD if batch.logit_rows_L is None else h_TD[batch.logit_rows_L]
-        logits_LV = linear(h_LD, (self.lm_head or self.embed_tokens).weight, torch.float32)
-        note("logits", logits_LV)
-        return logits_LV
+        return h_TD
+
+    def logits(self, h_LD: Tensor) -> Tensor:
+        """[L, D] BF16 of `hidden` -> [L, V] FP32."""
+        return linear(h_LD, (self.lm_head or self.embed_tokens).weight, torch.float32)
 
     def set_recipe(self, recipe: Recipe | str) -> None:
         """Chooses the experts' number format. BF16 weights stay and are quantised when they are used.

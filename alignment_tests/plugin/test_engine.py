@@ -1,0 +1,50 @@
+"""The laws through a real SGLang engine on the CPU, 0 differing. Engines run in processes of their own."""
+
+import pytest
+
+from alignment_tests.plugin import engines, laws
+from alignment_tests.plugin.engines import VOCAB
+
+LENGTHS = (5, 1, 37, 64, 65, 90, 16, 130)
+P = laws.prompts(LENGTHS, VOCAB)
+pytestmark = pytest.mark.sglang
+
+
+def zero(count: laws.Count) -> None:
+    assert count.differing == 0 and count.of > 0, str(count)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_decode_equals_rescoring(engine, temperature):
+    zero(laws.decode_equals_rescoring(engine.client, P, temperature))
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 0.0])
+def test_decode_equals_a_fresh_prefill_of_each_token(engine, temperature):
+    zero(laws.decode_equals_fresh_prefill(engine.client, P[2:4], temperature))
+
+
+@pytest.mark.parametrize("size", [2, 8, 32])
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_alone_equals_batch(engine, size, temperature):
+    ids = laws.prompts([3 + 7 * i % 61 for i in range(size)], VOCAB, seed=size)
+    zero(laws.alone_equals_batch(engine.client, ids, temperature, 8))
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 0.0])
+def test_two_runs(engine, temperature):
+    zero(laws.two_runs(engine.client, P, temperature))
+
+
+@pytest.mark.parametrize("prefix", [1, 63, 64, 65, 100])
+def test_radix_hit_equals_miss(engine, prefix):
+    zero(laws.hit_equals_miss(engine.client, P[7][:prefix], P[2], prefix))
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 0.0])
+def test_learner_equals_engine(engine, temperature):
+    zero(laws.learner_equals_engine(engines.tiny(), engine.client, P, temperature))
+
+
+def test_experts_agree(engine):
+    zero(laws.experts_agree(engines.tiny(), engine.client, P))

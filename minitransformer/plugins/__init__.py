@@ -1,0 +1,1 @@
+"""Other people's engines with our model inside."""

@@ -1,0 +1,88 @@
+"""What a user may ask of SGLang while our model is in it: the rest is refused before anything starts."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from minitransformer.errors import InputError
+from minitransformer.plugins.sglang.plugin import ATTENTION, fail, log
+
+# Argument -> (the values that are supported, what is supported in words).
+_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+    "kv_cache_dtype": (("auto", "bf16", "bfloat16"), "keys and values are BF16, which is what attention reads"),
+    "dtype": (("auto", "bfloat16"), "weights and activations are bfloat16"),
+    "speculative_algorithm": ((None,), "a token is drawn from its own forward pass; there is no speculative decoding"),
+    "enable_lora": ((None, False), "there is no LoRA; merge the adapter and send the whole weights"),
+    "lora_paths": ((None, []), "there is no LoRA; merge the adapter and send the whole weights"),
+    "tp_size": ((1,), "one GPU a server; start one server a GPU behind a router"),
+    "pp_size": ((1,), "one GPU a server; start one server a GPU behind a router"),
+    "dp_size": ((1,), "one GPU a server; start one server a GPU behind a router"),
+    "ep_size": ((1,), "one GPU a server; start one server a GPU behind a router"),
+    "quantization": ((None,), "the checkpoint or minitransformer_recipe says how experts are quantised"),
+    "torchao_config": (("", None), "the checkpoint or minitransformer_recipe says how experts are quantised"),
+    "modelopt_quant": ((None,), "the checkpoint or minitransformer_recipe says how experts are quantised"),
+    "load_format": (("auto", "safetensors", None), "checkpoints are safetensors"),
+    "attention_backend": ((None, ATTENTION, "torch_native"), "attention is miniTransformer's own; leave it out"),
+    "prefill_attention_backend": ((None,), "attention is miniTransformer's own; leave it out"),
+    "decode_attention_backend": ((None,), "attention is miniTransformer's own; leave it out"),
+    "sampling_backend": ((None, "pytorch"), "sampling is miniTransformer's own; leave it out"),
+    "rl_on_policy_target": ((None,), "it rounds logits to BF16; leave it out, the log-probs agree without it"),
+    "is_embedding": ((False,), "the model generates; it gives no embeddings"),
+    "enable_torch_compile": ((False,), "the operators are compiled already"),
+    "enable_two_batch_overlap": ((False,), "one batch at a time"),
+    "enable_page_major_kv_layout": ((False,), "keys and values lie layer by layer"),
+    "enable_unified_memory": ((False,), "keys and values lie layer by layer"),
+    "disaggregation_mode": (("null", None), "prefill and decode run in one server"),
+    "model_impl": (("auto", "sglang"), "the model is miniTransformer's own"),
+}  # fmt: skip
+RECIPE = "minitransformer_recipe"
+
+
+def post_init(original: Any, args: Any) -> None:
+    """ServerArgs.__post_init__: refuses first, then SGLang resolves the rest, on our backends."""
+    try:
+        check(args)
+    except InputError as error:
+        fail(str(error))
+    if args.enable_deterministic_inference:
+        log.warning("--enable-deterministic-inference adds nothing here: every operator is deterministic")
+    args.enable_deterministic_inference = False
+    args.attention_backend = "torch_native" if args.device == "cpu" else ATTENTION
+    args.sampling_backend = "pytorch"  # the name under which plugin.py registers our sampler
+    args.disable_cuda_graph = True
+    original(args)
+
+
+def check(args: Any) -> None:
+    """InputError that names the first argument that is not supported, and what is."""
+    for name, (allowed, supported) in _ONLY.items():
+        value = getattr(args, name, allowed[0])
+        if value not in allowed:
+            raise InputError(f"--{name.replace('_', '-')} {value} is not supported by miniTransformer: {supported}")
+    check_model(args.model_path)
+
+
+def check_model(model_path: str) -> None:
+    """InputError unless this is a local Qwen3-MoE checkpoint."""
+    config = Path(model_path) / "config.json"
+    if not config.is_file():
+        raise InputError(f"{model_path}: no config.json; miniTransformer loads a local directory, so download it first")
+    try:
+        hf = json.loads(config.read_text("utf-8"))
+    except ValueError as error:
+        raise InputError(f"{config}: not JSON ({error})") from None
+    kind = hf.get("model_type") if isinstance(hf, Mapping) else None
+    if kind != "qwen3_moe":
+        raise InputError(f"{config}: model_type is {kind!r}; miniTransformer's plugin serves qwen3_moe only")
+
+
+def verify(original: Any, params: Any, vocab_size: int) -> None:
+    """SamplingParams.verify: a request that our sampler can't draw for is turned away, not the server stopped."""
+    original(params, vocab_size)
+    if params.min_p > 0:
+        raise ValueError(f"min_p = {params.min_p} is not supported by miniTransformer; use top_p or top_k")
+    if not 1e-6 <= params.temperature <= 1e6:
+        raise ValueError(f"temperature = {params.temperature} must be 0 (greedy) or from 1e-6 to 1e6")
+    if params.sampling_seed is not None and not 0 <= params.sampling_seed < 1 << 63:
+        raise ValueError(f"sampling_seed = {params.sampling_seed} must be an integer from 0 to 2**63 - 1")

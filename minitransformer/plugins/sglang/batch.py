@@ -1,0 +1,67 @@
+"""SGLang's ForwardBatch as our Batch, and the attention backend that makes one a step.
+
+K/V rows are SGLang's own: `req_to_token` says in which row of the pool each position of a request lies, whatever the
+page size, the prefix cache or a retraction made of it. Our attention reads positions, so nothing else is needed:
+prefill, a chunk of it and decode are one kind of batch.
+"""
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend as Base
+
+from minitransformer.batch import Batch
+
+
+def translate(forward_batch: Any, req_to_token: torch.Tensor, num_store_rows: int) -> Batch:
+    """forward_batch: sglang's ForwardBatch of an extend or a decode; req_to_token [requests, positions]: pool rows."""
+    kv_lens = tuple(forward_batch.seq_lens_cpu.tolist())
+    new = (1,) * len(kv_lens) if forward_batch.forward_mode.is_decode() else tuple(forward_batch.extend_seq_lens_cpu)
+    bounds = [0]
+    for n in new:
+        bounds.append(bounds[-1] + n)
+    rows_SL = req_to_token[forward_batch.req_pool_indices.long(), : max(kv_lens)].long()
+    past_end = torch.arange(rows_SL.shape[1], device=rows_SL.device) >= forward_batch.seq_lens[:, None]
+    return Batch(
+        ids_T=forward_batch.input_ids.long(),
+        positions_T=forward_batch.positions.long(),
+        cu_seqlens=tuple(bounds),
+        kv_lens=kv_lens,
+        key_rows_SL=rows_SL.masked_fill_(past_end, -1),
+        store_rows_T=forward_batch.out_cache_loc.long(),
+        logit_rows_L=None,
+        request_ids=tuple(range(len(kv_lens))),
+        num_store_rows=num_store_rows,
+    )
+
+
+class AttentionBackend(Base):
+    """Keeps the step's batch. Our model attends by itself; layers of SGLang's never call this."""
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__()
+        self.req_to_token_pool = model_runner.req_to_token_pool
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.batch: Batch | None = None
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        self.batch = None
+        if not forward_batch.forward_mode.is_idle():
+            rows = self.token_to_kv_pool.k_buffer[0].shape[0]
+            self.batch = translate(forward_batch, self.req_to_token_pool.req_to_token, rows)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Nothing: CUDA graphs are switched off (arguments.py)."""
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def support_triton(self) -> bool:
+        return False
+
+
+class Pool:
+    """What our model calls a cache: keys and values of layer i in k[i] and v[i], [rows, G, H]."""
+
+    def __init__(self, token_to_kv_pool: Any) -> None:
+        self.k, self.v = token_to_kv_pool.k_buffer, token_to_kv_pool.v_buffer

@@ -1,0 +1,93 @@
+"""Talks to an SGLang server over HTTP: standard library only, ids in, ids and log-probs out."""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from minitransformer.errors import InputError
+
+
+@dataclass(frozen=True)
+class Output:
+    """One request's answer. prompt_log_probs[i] is that of prompt token first + i + 1, at temperature 1.
+
+    cached_tokens: of the prompt, from the radix cache. experts: int ids [tokens, layers, K], if they were asked for.
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    prompt_log_probs: list[float]
+    cached_tokens: int
+    finish_reason: str
+    meta: dict[str, Any]
+
+
+class Client:
+    """url: 'http://host:port'; timeout: seconds of one answer. Raises InputError for a server that does not answer."""
+
+    def __init__(self, url: str, timeout: float = 600) -> None:
+        self.url, self.timeout = url.rstrip("/"), timeout
+
+    def call(self, path: str, body: Any = None) -> Any:
+        """GET, or POST of JSON -> the answer: of JSON, or text. InputError names the server's state."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=self.timeout) as answer:
+                content, kind = answer.read(), answer.headers.get("Content-Type", "")
+        except urllib.error.HTTPError as error:
+            said = error.read().decode("utf-8", "replace")[:500]
+            raise InputError(f"{self.url}{path}: the server refuses ({error.code}): {said}") from None
+        except TimeoutError:
+            late = f"no answer within {self.timeout:g} s; the server may still be at it"
+            raise InputError(f"{self.url}{path}: {late}") from None
+        except (urllib.error.URLError, OSError) as error:
+            reason = getattr(error, "reason", error)
+            raise InputError(f"{self.url}{path}: no server answers ({reason}); is it running?") from None
+        return json.loads(content) if "json" in kind and content else content.decode("utf-8", "replace")
+
+    def flush_cache(self) -> None:
+        """Empties the radix cache once no request is in flight. InputError if that takes 30 s."""
+        self.call("/flush_cache?timeout=30", {})
+
+    def is_up(self) -> bool:
+        try:
+            self.call("/health")
+        except InputError:
+            return False
+        return True
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: dict[str, Any] | Sequence[dict[str, Any]],
+        first: int = 0,
+        **more: Any,
+    ) -> list[Output]:
+        """One request of SGLang's /generate for all prompts. params: SGLang's sampling_params, one or one a prompt.
+
+        first: the prompt position after which prompt tokens are scored; a server with a radix cache reuses only what
+        lies before it, so -1 (nothing of the prompt) lets it reuse all.
+        """
+        body = {
+            "input_ids": [list(p) for p in prompts], "sampling_params": params, "return_logprob": True,
+            "logprob_start_len": first, **more,
+        }  # fmt: skip
+        answers = self.call("/generate", body)
+        return [_output(a) for a in (answers if isinstance(answers, list) else [answers])]
+
+
+def _output(answer: dict[str, Any]) -> Output:
+    meta = answer["meta_info"]
+    reason = meta.get("finish_reason") or {}
+    return Output(
+        token_ids=answer["output_ids"],
+        log_probs=[x[0] for x in meta["output_token_logprobs"]],
+        prompt_log_probs=[x[0] for x in meta.get("input_token_logprobs") or [] if x[0] is not None],
+        cached_tokens=meta.get("cached_tokens", 0),
+        finish_reason=reason.get("type", ""),
+        meta=meta,
+    )

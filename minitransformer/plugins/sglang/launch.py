@@ -1,0 +1,109 @@
+"""Starts `sglang.launch_server` with our model in it (or without: stock) as a process of its own, and stops it."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from minitransformer.errors import InputError
+from minitransformer.plugins.sglang import MODEL_PACKAGE, MODEL_PACKAGE_VARIABLE
+
+HERE = Path(__file__).resolve().parent
+# The CPU has no kernels of SGLang's; HTTP clients never ask for a tokenizer, ids go in and come out.
+
+CPU_ARGUMENTS = ("--device", "cpu", "--disable-overlap-schedule", "--max-total-tokens", "4096")
+CPU_STUBS = "sgl_kernel,triton,torchvision,soundfile"
+ARGUMENTS = ("--skip-tokenizer-init", "--skip-server-warmup")
+
+
+def environment(cpu: bool, stock: bool = False) -> dict[str, str]:
+    """The environment of a server: our model unless stock, and on a CPU the start-up hook of the folder stubs/."""
+    env = dict(os.environ, HF_HUB_OFFLINE="1")
+    env.pop(MODEL_PACKAGE_VARIABLE, None)
+    if not stock:
+        env[MODEL_PACKAGE_VARIABLE] = MODEL_PACKAGE
+    if cpu:
+        env |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", "MINITRANSFORMER_STUBS": CPU_STUBS}
+        env.setdefault("OMP_NUM_THREADS", "1")
+        env["PYTHONPATH"] = os.pathsep.join([str(HERE / "stubs"), *filter(None, [env.get("PYTHONPATH")])])
+    return env
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Server:
+    """A running server, a context manager. `url` to talk to it, `log` is the file that it writes.
+
+    model      checkpoint directory;  arguments  more of launch_server's, such as ["--chunked-prefill-size", "64"]
+    python     the interpreter of the environment that has SGLang;  timeout  seconds until it must answer
+
+    InputError, with the end of its log, if it does not come up.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike,
+        arguments: Sequence[str] = (),
+        *,
+        cpu: bool = True,
+        stock: bool = False,
+        python: str = sys.executable,
+        extra_environment: Mapping[str, str] | None = None,
+        timeout: float = 300,
+    ) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        handle, name = tempfile.mkstemp(prefix="sglang-", suffix=".log")
+        self.log = Path(name)
+        command = [python, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port)]
+        command += [*ARGUMENTS, *(CPU_ARGUMENTS if cpu else ()), *arguments]
+        env = environment(cpu, stock) | dict(extra_environment or {})
+        with os.fdopen(handle, "wb") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
+        try:
+            self._wait(timeout)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _wait(self, timeout: float) -> None:
+        from minitransformer.plugins.sglang.client import Client
+
+        client, end = Client(self.url, timeout=5), time.monotonic() + timeout
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                raise InputError(f"the SGLang server stopped with status {self.process.returncode}: {self.reason()}")
+            if client.is_up():
+                return
+            time.sleep(0.25)
+        raise InputError(f"the SGLang server did not answer within {timeout:g} s: {self.reason()}")
+
+    def reason(self) -> str:
+        """What the log says of the end: our own sentence if there is one, else its last lines."""
+        lines = [line for line in self.log.read_text("utf-8", "replace").splitlines() if line.strip()]
+        ours = [line for line in lines if "miniTransformer is not live" in line]
+        return ours[-1] if ours else " / ".join(lines[-3:])
+
+    def stop(self) -> None:
+        """Ends the server and its workers, which share its process group."""
+        # Not SIGTERM: SGLang takes the end of its own workers for a crash and waits to diagnose it.
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()

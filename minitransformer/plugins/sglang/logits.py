@@ -1,0 +1,158 @@
+"""Our logits, log-probs and draws in the places where SGLang looks for them.
+
+A prompt token is scored at temperature 1, a sampled one at its request's temperature, by ops/logprob.py; a token is
+drawn by ops/sample.py from (seed, position). Rows never see each other, so a batch is free to be any batch.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessor as SGLangLogitsProcessor
+from sglang.srt.layers.logprob_processor import InputLogprobProcessor, LogprobResult
+from sglang.srt.layers.sampler import Sampler as SGLangSampler
+from sglang.srt.sampling.sampling_params import TOP_K_ALL
+from torch import Tensor
+
+from minitransformer.ops.logprob import logprob
+from minitransformer.ops.sample import sample
+
+
+class LogitsProcessor(SGLangLogitsProcessor):
+    """SGLang's choice of rows; our lm_head and our log-probs."""
+
+    def __init__(self, config: Any, model: Any) -> None:
+        super().__init__(config)
+        object.__setattr__(self, "model", model)  # not a submodule: its weights are the model's own
+        self.input_logprob_processor = InputLogProbs()
+
+    def _compute_lm_head(self, hidden_states: Tensor, lm_head: Any, embedding_bias: Any = None) -> Tensor:
+        return self.model.logits(hidden_states)
+
+
+class InputLogProbs(InputLogprobProcessor):
+    """Log-probs of prompt tokens, in pieces of `logprobs_chunk_size` rows to bound the memory of logits."""
+
+    def forward(
+        self, pruned_states, sample_indices, input_logprob_indices, token_to_seq_idx, lm_head, get_logits_fn,
+        logits_metadata, skip_chunking_for_dp_attn=False,
+    ):  # fmt: skip
+        """-> (LogprobResult of the prompt's rows, logits [requests, V] of the rows to draw from)."""
+        def logits_of(rows: Tensor) -> Tensor:
+            return get_logits_fn(pruned_states[rows], lm_head, logits_metadata, use_logits_buffer=False)
+
+        wanted = Wanted(logits_metadata)
+        ids_T = logits_metadata.extend_input_logprob_token_ids_gpu
+        done = 0
+        for rows in input_logprob_indices.split(self.logprobs_chunk_size):
+            wanted.score(logits_of(rows), ids_T[done : done + len(rows)].long(), done)
+            done += len(rows)
+        return wanted.result(), logits_of(sample_indices)
+
+
+class Wanted:
+    """What a prefill asks for beside its tokens' log-probs: the best k of each position, and given ids."""
+
+    def __init__(self, metadata: Any) -> None:
+        self.lengths = metadata.extend_logprob_pruned_lens_cpu
+        requests = [s for s, n in enumerate(self.lengths) for _ in range(n)]
+        self.top = [metadata.top_logprobs_nums[s] for s in requests] if metadata.extend_return_top_logprob else None
+        self.ids = [metadata.token_ids_logprobs[s] for s in requests] if metadata.extend_token_ids_logprob else None
+        self.scores: list[Tensor] = []
+        self.top_rows: list[tuple[list, list]] = []
+        self.ids_rows: list[tuple[list, list]] = []
+
+    def score(self, logits_LV: Tensor, ids_L: Tensor, first: int) -> None:
+        here = slice(first, first + len(ids_L))
+        self.scores.append(logprob(logits_LV, ids_L))
+        if self.top is not None:
+            self.top_rows += [(v.tolist(), i.tolist()) for v, i in best(logits_LV, self.top[here])]
+        if self.ids is not None:
+            self.ids_rows += [(v.tolist(), i.tolist()) for v, i in chosen(logits_LV, self.ids[here])]
+
+    def result(self) -> LogprobResult:
+        result = LogprobResult(token_logprobs=torch.cat(self.scores))
+        if self.top is not None:
+            result.top_logprobs_val, result.top_logprobs_idx = self._by_request(self.top_rows)
+        if self.ids is not None:
+            result.token_ids_logprobs_val, result.token_ids_logprobs_idx = self._by_request(self.ids_rows)
+        return result
+
+    def _by_request(self, rows: list[tuple[list, list]]) -> tuple[list, list]:
+        values, ids, done = [], [], 0
+        for n in self.lengths:
+            values.append([v for v, _ in rows[done : done + n]])
+            ids.append([i for _, i in rows[done : done + n]])
+            done += n
+        return values, ids
+
+
+def best(logits_LV: Tensor, counts: Sequence[int], t: Sequence[float] | None = None) -> list[tuple[Tensor, Tensor]]:
+    """(log-probs, ids) of the counts[l] largest logits of each row."""
+    return chosen(logits_LV, [row.topk(k).indices for row, k in zip(logits_LV, counts, strict=True)], t)
+
+
+def chosen(logits_LV: Tensor, ids: Sequence[Any], t: Sequence[float] | None = None) -> list[tuple[Tensor, Tensor]]:
+    """(log-probs, ids) of the given ids (a list, a tensor or None) of each row, at its temperature (default 1)."""
+    found = []
+    for l, (row_V, some) in enumerate(zip(logits_LV, ids, strict=True)):
+        some = torch.as_tensor([] if some is None else some, dtype=torch.int64, device=row_V.device)
+        temperature = 1.0 if t is None else t[l]
+        scores = [logprob(row_V[None], i[None], temperature) for i in some]
+        found.append((torch.cat(scores) if scores else row_V.new_empty(0), some))
+    return found
+
+
+class Sampler(SGLangSampler):
+    """Draws each row by itself. Penalties, logit bias and custom processors have changed the logits before."""
+
+    def forward(
+        self, logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions
+    ) -> Tensor:  # fmt: skip
+        """-> ids int32 [requests]; log-probs go into logits_output. positions: of each row's newest token."""
+        logits_LV = logits_output.next_token_logits
+        if sampling_info.has_custom_logit_processor:
+            logits_LV = self._preprocess_logits(logits_LV, sampling_info)
+        t, seeds = sampling_info.temperatures.flatten().tolist(), sampling_info.sampling_seed.tolist()
+        options = zip(
+            logits_LV, seeds, positions.tolist(), t, sampling_info.top_ks.tolist(), sampling_info.top_ps.tolist(),
+            strict=True,
+        )  # fmt: skip
+        drawn = [
+            # SGLang writes a greedy request as top_k = 1.
+            sample(row, seed, position + 1, 0.0 if k == 1 else t_, 0 if k == TOP_K_ALL else k, p)
+            for row, seed, position, t_, k, p in options
+        ]
+        ids_L = torch.tensor(drawn, device=logits_LV.device)
+        if return_logprob:
+            self._log_probs(logits_output, logits_LV, ids_L, t, top_logprobs_nums, token_ids_logprobs)
+        self._sync_token_ids_across_tp(ids_L, sampling_info)
+        return ids_L.to(torch.int32)
+
+    def _log_probs(self, output, logits_LV, ids_L, t, top_logprobs_nums, token_ids_logprobs) -> None:
+        scores_L = logits_LV.new_empty(len(t))
+        for temperature in dict.fromkeys(t):
+            rows = [l for l, own in enumerate(t) if own == temperature]
+            scores_L[rows] = logprob(logits_LV[rows], ids_L[rows], temperature)
+        result = LogprobResult(token_logprobs=scores_L)
+        if any(top_logprobs_nums):
+            found = best(logits_LV, top_logprobs_nums, t)
+            result.top_logprobs_val, result.top_logprobs_idx = map(list, zip(*found, strict=True))
+        if any(ids is not None for ids in token_ids_logprobs):
+            found = chosen(logits_LV, token_ids_logprobs, t)
+            result.token_ids_logprobs_val = [values for values, _ in found]
+            result.token_ids_logprobs_idx = [ids or [] for ids in token_ids_logprobs]
+        result.write_output_to(output)
+
+
+def with_seeds(original: Any, cls: Any, batch: Any, vocab_size: int) -> Any:
+    """SamplingBatchInfo with a seed for every request: its own, or one of its name, which SGLang draws at random."""
+    info = original(cls, batch, vocab_size)
+    seeds = [
+        int.from_bytes(hashlib.sha256(r.rid.encode()).digest()[:7]) if r.sampling_params.sampling_seed is None
+        else r.sampling_params.sampling_seed
+        for r in batch.reqs
+    ]  # fmt: skip
+    info.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=batch.device)
+    return info

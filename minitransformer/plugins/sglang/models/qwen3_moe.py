@@ -1,0 +1,63 @@
+"""The class that SGLang finds under the architecture Qwen3MoeForCausalLM: our model behind SGLang's interface."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minitransformer.errors import InputError
+from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM as Model
+from minitransformer.models.qwen3_moe.weights import read_config
+from minitransformer.plugins.sglang import plugin
+
+
+class Qwen3MoeForCausalLM(nn.Module):
+    """config: SGLang's copy of config.json; ours is read from the file, because a key that is left out matters."""
+
+    def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
+        super().__init__()
+        plugin.require_active()
+        from sglang.srt.runtime_context import get_server_args
+
+        from minitransformer.plugins.sglang.arguments import RECIPE
+        from minitransformer.plugins.sglang.logits import LogitsProcessor
+        from minitransformer.plugins.sglang.weights import Receiver
+
+        self.config = config
+        try:
+            ours, _ = read_config(get_server_args().model_path)
+            self.model = Model(ours).requires_grad_(False)
+            if getattr(config, RECIPE, None) is not None:
+                self.model.set_recipe(getattr(config, RECIPE))
+        except InputError as error:
+            plugin.fail(str(error))
+        self.receiver = Receiver(self.model)
+        self.logits_processor = LogitsProcessor(config, self.model)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        first = bool(self.receiver.missing)
+        self.receiver.load(weights)
+        if first:
+            spec = self.model.spec
+            plugin.log.info(
+                "miniTransformer is live: spec %s, fingerprint %s, recipe %s, SGLang %s",
+                spec.name, spec.fingerprint(), self.model.recipe.name, plugin.sglang_version(),
+            )  # fmt: skip
+
+    @torch.no_grad()
+    def forward(self, input_ids: Tensor, positions: Tensor, forward_batch: Any, **_: Any) -> Any:
+        from sglang.srt.model_executor.forward_context import get_attn_backend
+
+        from minitransformer.plugins.sglang.batch import Pool
+        from minitransformer.plugins.sglang.routed import noting
+
+        backend = get_attn_backend()
+        if backend.batch is None:  # an idle step
+            hidden_TD = self.model.embed_tokens.weight.new_empty(0, self.model.config.hidden_size)
+        else:
+            hidden_TD = self.model.hidden(backend.batch, Pool(backend.token_to_kv_pool), noting())
+        return self.logits_processor(input_ids, hidden_TD, None, forward_batch)
+
+
+EntryClass = Qwen3MoeForCausalLM

@@ -1,0 +1,148 @@
+"""Weights into our parameters, under the names of a Hugging Face checkpoint: SGLang reads or receives them.
+
+The first load must bring every tensor once. An update may bring some; it is checked whole (names, shapes, types,
+finite values) before the first write, so a bad one changes nothing.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minitransformer.checkpoint_files import first_few
+from minitransformer.errors import InputError
+from minitransformer.models.qwen3_moe.layout import EMBEDDING, HEAD, parameter_shapes, piece_shape, pieces
+from minitransformer.models.qwen3_moe.nvfp4_layout import Format, Part, parts
+
+_FLOATS = (torch.bfloat16, torch.float32)
+
+
+class Place(NamedTuple):
+    """Where one checkpoint tensor goes: `write` takes it, of one of these types and this shape."""
+
+    dtypes: tuple[torch.dtype, ...]
+    shape: tuple[int, ...]
+    write: Callable[[Tensor], None]
+
+
+class Receiver:
+    """Fills a model's parameters, and the quantised experts of the layers that have only those.
+
+    form: the number format's names, for a model with such layers.
+    """
+
+    def __init__(self, model: Any, form: Format | None = None) -> None:
+        self.model = model
+        self.places = dict(_parameter_places(model))
+        for i, layer in enumerate(model.layers):
+            if form is not None and getattr(layer.mlp, "gate_up", 0) is None:
+                for part in parts(model.config, i):
+                    self.places |= _quantised_places(layer.mlp.experts.fixed[part.projection], part, form)
+        self.missing = {name for name in self.places if not name.endswith((".input_scale", ".input_global_scale"))}
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Writes the tensors. InputError: on the first load at once, later before anything is written."""
+        first = bool(self.missing)
+        if not first:
+            tensors = list(tensors)
+            for name, tensor in tensors:
+                self._check(name, tensor)
+        self.model.weights_version += 1  # before the first write: older keys and values are stale from here on
+        for name, tensor in tensors:
+            if first:
+                self._check(name, tensor)
+            self._place(name).write(tensor)
+            self.missing.discard(name)
+        if self.missing:
+            raise InputError(f"{len(self.missing)} tensors are missing ({first_few(self.missing)})")
+        for layer in self.model.layers:
+            getattr(getattr(layer.mlp, "experts", None), "forget", lambda: None)()
+
+    def _place(self, name: str) -> Place:
+        if name not in self.places:
+            raise InputError(f"{name}: the model has no such tensor; send the names of its Hugging Face checkpoint")
+        return self.places[name]
+
+    def _check(self, name: str, tensor: Tensor) -> None:
+        place = self._place(name)
+        if tuple(tensor.shape) != place.shape or tensor.dtype not in place.dtypes:
+            raise InputError(
+                f"{name} is {tensor.dtype} {list(tensor.shape)}; the model takes {place.dtypes[0]} {list(place.shape)}"
+            )
+        if tensor.dtype in _FLOATS and not bool(torch.isfinite(tensor.to(torch.bfloat16)).all()):
+            raise InputError(f"{name} has a value that is no finite BF16 number; such weights are refused")
+
+
+def _copy(into: Tensor) -> Callable[[Tensor], None]:
+    def write(tensor: Tensor) -> None:
+        into.copy_(tensor)
+
+    return write
+
+
+def _parameter_places(model: Any) -> Iterator[tuple[str, Place]]:
+    """Every piece of every BF16 parameter, experts one by one and fused."""
+    shapes = parameter_shapes(model.config)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    for piece in pieces(model.config):
+        if piece.parameter in parameters:
+            into = parameters[piece.parameter][piece.index]
+            yield piece.key, Place(_FLOATS, piece_shape(shapes[piece.parameter], piece.index), _copy(into))
+    if model.config.tie_word_embeddings:
+        into = parameters["embed_tokens.weight"]
+        yield HEAD, Place(_FLOATS, tuple(into.shape), _same_as(into, HEAD))
+
+
+def _same_as(tied: Tensor, name: str) -> Callable[[Tensor], None]:
+    def write(tensor: Tensor) -> None:
+        if not torch.equal(tied, tensor.to(tied)):
+            raise InputError(f"{name} differs from {EMBEDDING}, but config.json ties them")
+
+    return write
+
+
+def _quantised_places(q: Any, part: Part, form: Format) -> dict[str, Place]:
+    codes, scales, outer, static = part.headers(form)
+    N, K = part.shape
+    into_outer = q.outer.view(q.outer.shape[0], -1)[part.expert]
+
+    def write_outer(tensor: Tensor) -> None:
+        stored = np.float32(tensor.reshape(-1)[0].item())
+        into_outer[min(part.column, len(into_outer) - 1)] = float(form.read_scale(outer, stored))
+
+    write_scales = _copy(q.scales[part.expert, part.rows])
+    return {
+        codes: Place((torch.uint8,), (N, K // 2), _copy(q.codes[part.expert, part.rows])),
+        scales: Place((torch.float8_e4m3fn,), (N, K // 16), lambda t: write_scales(t.view(torch.uint8))),
+        outer: Place((torch.float32,), form.scalar, write_outer),
+        static: Place((torch.float32,), form.scalar, lambda t: None),  # recipes here quantise by each token's own amax
+    }
+
+
+def checksums(model: Any) -> dict[str, str]:
+    """Our name -> sha256 of type, shape and bits, of every parameter and every stored code and scale."""
+    tensors = {name: p.detach() for name, p in model.named_parameters()}
+    for i, layer in enumerate(model.layers):
+        for projection, q in getattr(getattr(layer.mlp, "experts", None), "fixed", {}).items():
+            for part in ("codes", "scales", "outer"):
+                tensors[f"layers.{i}.mlp.{projection}.{part}"] = getattr(q, part)
+    return {name: checksum(tensor) for name, tensor in tensors.items()}
+
+
+def checksum(tensor: Tensor) -> str:
+    digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)} ".encode())
+    digest.update(tensor.contiguous().cpu().view(torch.uint8).numpy().data if tensor.dim() else b"")
+    return digest.hexdigest()
+
+
+def refusing(original: Any, updater: Any, named_tensors: Any, load_format: str | None = None) -> tuple[bool, str]:
+    """WeightUpdater.update_weights_from_tensor: a bad update is answered, it doesn't stop the server."""
+    if load_format == "direct":
+        return False, "load_format 'direct' is not supported by miniTransformer; send Hugging Face names without it"
+    try:
+        return original(updater, named_tensors, load_format)
+    except InputError as error:
+        return False, f"{error}. Nothing was written: the server goes on with the weights it had"
