@@ -31,6 +31,15 @@ def read_json(path: Path) -> Any:
     return parse_json(str(path), read_text(path, help), f"; {help}")
 
 
+def read_json_if_there(path: Path, absent: Any = None) -> Any:
+    """As read_json, or `absent` where nothing stands; a directory or a broken link is not nothing."""
+    if not os.path.lexists(path):
+        return absent
+    if not path.is_file():
+        raise InputError(f"{path}: is not a file; write or download it again, or remove it")
+    return read_json(path)
+
+
 def first_few(names: Iterable[str]) -> str:
     """'a, b, c and 4 more', for messages."""
     names = sorted(names)

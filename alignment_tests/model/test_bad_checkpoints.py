@@ -184,8 +184,16 @@ def test_directory_and_config_errors(tmp_path):
     write(tmp_path, hf_config(use_sliding_window=True), hf_tensors(hf_config()))
     refused_load(tmp_path, f"{config}: use_sliding_window = True")
     write(tmp_path, hf_config(), hf_tensors(hf_config()))
-    (tmp_path / "generation_config.json").write_text("[1]")
-    refused_load(tmp_path, "generation_config.json")
+    generation = tmp_path / "generation_config.json"
+    generation.write_text("[1]")
+    refused_load(tmp_path, f"{generation}: expected an object")
+    generation.unlink()
+    generation.mkdir()
+    refused_load(tmp_path, f"{generation}: is not a file")
+    generation.rmdir()
+    generation.symlink_to(tmp_path / "gone")
+    refused_load(tmp_path, f"{generation}: is not a file")
+    generation.unlink()
 
 
 def test_tokenizer_errors(tmp_path):

@@ -89,6 +89,16 @@ def test_two_configs_that_disagree(tmp_path):
     refused(lambda: load_quantised(path), "kv_cache_quant_algo = FP8")
 
 
+def test_a_separate_config_that_is_no_file_or_says_nothing(tmp_path):
+    path = write(tmp_path / "m", hf_config(), hf_tensors(hf_config()))
+    separate = path / "hf_quant_config.json"
+    separate.write_text("null")
+    refused(lambda: Qwen3MoeForCausalLM.from_pretrained(path), "hf_quant_config.json: quantization: expected an object")
+    separate.unlink()
+    separate.mkdir()
+    refused(lambda: Qwen3MoeForCausalLM.from_pretrained(path), "hf_quant_config.json: is not a file")
+
+
 @both
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
 def test_quantising_bad_weights_writes_nothing(tmp_path, form, bad):

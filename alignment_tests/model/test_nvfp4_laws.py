@@ -224,6 +224,14 @@ def test_the_recipe_is_in_the_fingerprint():
         quantised_model("w4a16").spec.require_same(quantised_model().spec)
 
 
+def test_a_resume_under_another_recipe_names_the_recipe(tmp_path):
+    """Not the operators that follow from it."""
+    Learner(tiny_model(1)).save(tmp_path / "run")
+    said = "spec differs: options.recipe is bf16 .* in the file and nvfp4_per_token .* here; give the model the recipe"
+    with pytest.raises(InputError, match=said):
+        Learner(quantised_model()).load(tmp_path / "run")
+
+
 def test_a_quantised_model_without_bf16_weights_scores_the_same():
     model, fixed = quantised_model(), quantised_model()
     for layer in fixed.layers:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from minitransformer.learner.learner import Learner
 
 FORMAT = "minitransformer-learner/2"
+RECIPE = "options.recipe"  # of the spec
 MAX_STEP = 1 << 24  # torch counts steps in FP32
 # Entries that must be the same here and in the file, and what to do when they are not.
 _MUST_MATCH = {
@@ -135,9 +136,11 @@ def _refuse_differences(
     path: str | os.PathLike, saved: dict[str, Any], here: dict[str, Any], groups: dict[str, str]
 ) -> None:
     for group, advice in groups.items():
-        for key in sorted(saved[group].keys() | here[group].keys()):
+        # The recipe first: which operators are in the spec follows from it.
+        for key in sorted(saved[group].keys() | here[group].keys(), key=lambda key: (key != RECIPE, key)):
             a, b = (side[group].get(key, "absent") for side in (saved, here))
             if a != b:
+                advice = "give the model the recipe of the file (set_recipe, or --recipe)" if key == RECIPE else advice
                 raise InputError(f"{path}: {group} differs: {key} is {a} in the file and {b} here; {advice}")
 
 

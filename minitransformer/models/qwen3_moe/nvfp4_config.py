@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from minitransformer import __version__
-from minitransformer.checkpoint_files import read_json
+from minitransformer.checkpoint_files import read_json_if_there
 from minitransformer.errors import InputError
 from minitransformer.models.qwen3_moe.config import Qwen3MoeConfig
 from minitransformer.models.qwen3_moe.nvfp4_layout import BLOCK, COMPRESSED_TENSORS, MODELOPT, Format, experts_prefix
@@ -80,8 +80,8 @@ def read_quantisation(directory: Path, hf: Mapping[str, Any]) -> Quantisation | 
         if not isinstance(method, str) or method not in readers:
             raise InputError(f"{where}.quant_method = {method!r} is not supported; {' or '.join(readers)} is")
         found.append(readers[method](where, inline))
-    if (directory / HF_QUANT_CONFIG).is_file():
-        content = read_json(directory / HF_QUANT_CONFIG)
+    content = read_json_if_there(directory / HF_QUANT_CONFIG, absent=())  # no JSON is a tuple
+    if content != ():
         where = f"{directory}/{HF_QUANT_CONFIG}: quantization"
         found.append(_modelopt(where, _mapping(where, _mapping(where, content).get("quantization"))))
     if len(found) == 2 and (found[0].format, found[0].recipe, set(found[0].ignore)) != (

@@ -28,6 +28,7 @@ from minitransformer.checkpoint_files import (
     TensorFiles,
     first_few,
     read_json,
+    read_json_if_there,
     replacing_directory,
     write_json,
     write_sharded,
@@ -55,7 +56,7 @@ def read_config(directory: str | os.PathLike, quantised: bool = False) -> tuple[
         raise InputError(f"{directory}: no config.json; is this a checkpoint?")
     hf = read_json(directory / "config.json")
     generation = directory / "generation_config.json"
-    extra = read_json(generation) if generation.is_file() else {}
+    extra = read_json_if_there(generation, {})
     if not isinstance(extra, Mapping):
         raise InputError(f"{generation}: expected an object with keys")
     shape = hf
