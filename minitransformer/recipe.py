@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 from minitransformer.errors import InputError
 
@@ -23,7 +24,7 @@ class Recipe:
     activation_scale   row | tensor | ""      what shares the outer scale of an NVFP4 activation
     weight_scale       expert | row | ""      what shares the outer scale of an NVFP4 weight (gate and up share one)
     backward           bf16 | mxfp8           operands of the gradient products
-    overrides          (pattern, recipe name) pairs: a layer number, or a pattern of 'layers.I.mlp'; the last match wins
+    overrides          (pattern, recipe name) pairs (`covers` says what a pattern is); the last match wins
     """
 
     name: str
@@ -55,7 +56,7 @@ class Recipe:
         """The recipe of one layer, overrides applied, itself without overrides."""
         chosen = replace(self, overrides=())
         for pattern, name in self.overrides:
-            if pattern == str(layer) or fnmatchcase(f"layers.{layer}.mlp", pattern):
+            if covers(pattern, layer):
                 chosen = replace(get(name), backward=self.backward)
         return chosen
 
@@ -70,10 +71,10 @@ class Recipe:
         """InputError for an override that matches none of these layers (those with experts)."""
         layers = list(layers)
         for pattern, _ in self.overrides:
-            if not any(pattern == str(i) or fnmatchcase(f"layers.{i}.mlp", pattern) for i in layers):
+            if not any(covers(pattern, i) for i in layers):
                 raise InputError(
-                    f"recipe override {pattern!r} matches no layer with experts; give the number of one or a pattern "
-                    "of 'layers.I.mlp'"
+                    f"recipe override {pattern!r} matches no layer with experts as a whole; give its number, or a "
+                    "pattern such as 'layers.3.mlp' or 'model.layers.*.mlp.experts*'"
                 )
 
     def with_backward(self, backward: str) -> "Recipe":
@@ -86,6 +87,27 @@ class Recipe:
         parts = [self.name, f"w={self.weights}/{self.weight_scale or '-'}"]
         parts += [f"a={self.activations}/{self.activation_scale or '-'}", f"backward={self.backward}"]
         return " ".join(parts + [f"{pattern}->{name}" for pattern, name in self.overrides])
+
+
+@lru_cache
+def covers(pattern: str, layer: int) -> bool:
+    """Whether an override's pattern means this layer: its number, or a wildcard pattern of its experts' names.
+
+    Such names are layers.I, layers.I.mlp, layers.I.mlp.experts, and those of checkpoints below: both of
+    experts.{gate_up,down}_proj, or all of experts.E.{gate,up,down}_proj; each with or without "model." in front. A
+    layer has one number format, so a pattern that covers a part of its experts or of their projections covers nothing.
+    """
+    if pattern == str(layer):
+        return True
+    fused = [f"experts.{name}_proj" for name in ("gate_up", "down")]
+    # A pattern that takes every digit and one longer number takes every expert.
+    single = [f"experts.{e}.{name}_proj" for e in range(11) for name in ("gate", "up", "down")]
+    families = [[""], [".mlp"], [".mlp.experts"], [f".mlp.{n}" for n in fused], [f".mlp.{n}" for n in single]]
+    return any(
+        all(fnmatchcase(f"{root}layers.{layer}{name}", pattern) for name in names)
+        for root in ("", "model.")
+        for names in families
+    )
 
 
 DEFAULT_QUANTISED = "nvfp4_per_token"

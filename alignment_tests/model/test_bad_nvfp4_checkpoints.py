@@ -159,6 +159,35 @@ def test_the_list_is_obeyed(tmp_path, form):
     check_the_list_is_obeyed(tmp_path, form)
 
 
+LEFT_OUT = {  # module -> what names it in the config of both formats (nvfp4_checkpoints.config_of)
+    "lm_head": ("lm_head", "lm_head"),
+    "model.layers.0.self_attn.q_proj": ("*.self_attn*", "re:.*self_attn.*"),
+    "model.layers.0.mlp.gate": ("model.layers.*.mlp.gate", "re:.*mlp.gate$"),
+    "model.layers.1.mlp.down_proj": ("model.layers.1*", "re:model.layers.1.mlp.*"),
+}
+
+
+def check_what_the_list_forgot(directory, form):
+    """An engine would look for packed tensors where the list does not name what is stored in BF16."""
+    for i, (module, entries) in enumerate(LEFT_OUT.items()):
+        config = config_of(form)
+        config["quantization_config"]["ignore"].remove(entries[FORMS.index(form)])
+        at = directory / str(i)
+        words = "the config quantises it by name", "stored in BF16 or FP32", "ignore list"
+        refuse(at, form, lambda t: None, module.rpartition(".")[0], *words, config=config)
+
+
+@both
+def test_what_the_list_forgot(tmp_path, form):
+    check_what_the_list_forgot(tmp_path, form)
+
+
+@both
+def test_one_activation_scale_of_many_is_missing(tmp_path, form):
+    name = names(form)[3]
+    refuse(tmp_path, form, lambda t: t.pop(name), name, "for all or for none")
+
+
 @both
 def test_everything_left_out(tmp_path, form):
     config = config_of(form, ("model*",) if form == "modelopt" else ("re:model",))

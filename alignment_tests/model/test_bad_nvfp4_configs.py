@@ -34,6 +34,11 @@ MODELOPT_CONFIGS = [
     ({GROUP + "input_activations/num_bits": 8}, "input_activations.num_bits = 8"),
     ({GROUP + "weights/type": "int"}, "weights.type = 'int'"),
     ({GROUP + "weights": "fp4"}, "group_0.weights: expected an object"),
+    ({GROUP + "input_activations": None}, "has ['weights'], but quant_algo NVFP4 quantises ['weights', 'input_act"),
+    ({GROUP + "weights": None}, "has ['input_activations'], but quant_algo NVFP4"),
+    ({"quant_algo": "W4A16_NVFP4"}, "has ['weights', 'input_activations'], but quant_algo W4A16_NVFP4"),
+    ({GROUP + "targets": ["re:.*experts.*"]}, "targets = ['re:.*experts.*']"),
+    ({GROUP + "targets": None}, "targets = None"),
     ({GROUP + "output_activations": {"num_bits": 8}}, "output_activations"),
     ({"config_groups/group_1": {"weights": {"num_bits": 8, "group_size": 16}}}, "group_1.weights.num_bits = 8"),
     ({"quant_method": "awq"}, "quant_method = 'awq'"),
@@ -52,6 +57,7 @@ COMPRESSED_CONFIGS = [
     ({"transform_config": {"config_groups": {"R1": {}}}}, "transform_config"),
     ({"ignore": ["re:("]}, "regular expression"),
     ({"config_groups": None}, "expected an object"),
+    ({GROUP + "targets": "Linear"}, "expected a list of names"),
 ]
 
 
@@ -67,6 +73,26 @@ def test_configs(tmp_path, form, change, word):
             at = at[name]
         at[last] = value
     refuse(tmp_path, form, lambda t: None, "quantization_config", word, config=config)
+
+
+def test_targets_of_compressed_tensors_are_compared_with_what_is_stored(tmp_path):
+    experts = r"re:.*mlp\.experts\.\d+\.(gate|up|down)_proj$"
+    cases = {
+        "all": ([experts], ""),
+        "none": ([], "targets and ignore list leave every expert in BF16"),
+        "a class": (["Embedding"], "targets and ignore list leave every expert in BF16"),
+        "a layer": ([r"re:.*layers\.0\..*"], "experts.0.down_proj.input_global_scale is quantised, but no target"),
+        "half": ([r"re:.*experts\.[0-3]\..*"], "one number format"),
+    }
+    for name, (targets, words) in cases.items():
+        config = config_of("compressed-tensors")
+        config["quantization_config"]["config_groups"]["group_0"]["targets"] = targets
+        if words:
+            refuse(tmp_path / name, "compressed-tensors", lambda t: None, words, config=config)
+        else:
+            config["quantization_config"]["ignore"] = []  # a target that names the experts needs no list
+            tensors, _ = nvfp4_tensors(config, "compressed-tensors")
+            assert load_quantised(write(tmp_path / name, config, tensors)).experts.keys() == {0, 2}
 
 
 def test_two_configs_that_disagree(tmp_path):
@@ -139,6 +165,7 @@ def test_quantising_what_cannot_be_stated_or_written(tmp_path):
     refuse_to(["nvfp4_per_row", "one outer scale a tensor"], "nvfp4_per_row")
     refuse_to(["layer 0", "w4a16 beside nvfp4_per_token"], overrides=[("0", "w4a16")])
     refuse_to(["nothing to quantise"], overrides=[("layers.*", "bf16")])
+    refuse_to(["no layer with experts"], overrides=[("1", "bf16")])  # a dense layer
     refuse_to(["not an empty directory"], out=source)
     refuse_to(["not an empty directory"], out=source / "config.json")
     refuse_to(["no such directory"], model=tmp_path / "absent")

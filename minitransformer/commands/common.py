@@ -37,7 +37,7 @@ def add_model(command: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="PATTERN=RECIPE",
-        help="another recipe for some layers: a number or a pattern of 'layers.I.mlp', such as 0=bf16",
+        help="another recipe for some layers, by number or pattern: 0=bf16, 'model.layers.1?.mlp.experts*=bf16'",
     )
 
 

@@ -51,9 +51,11 @@ class Quantisation:
         found = (_first_match(self.format, self.ignore, name) for name in names)
         return next((entry for entry in found if entry is not None), None)
 
+    def targeted(self, module: str) -> bool:
+        return "Linear" in self.targets or _first_match(self.format, self.targets, module) is not None
+
     def quantises(self, module: str) -> bool:
-        targeted = "Linear" in self.targets or _first_match(self.format, self.targets, module) is not None
-        return targeted and self.ignores(module) is None
+        return self.targeted(module) and self.ignores(module) is None
 
 
 @lru_cache(maxsize=2**17)  # a layer's experts share their parents' names
@@ -105,16 +107,26 @@ def _modelopt(where: str, found: Mapping[str, Any]) -> Quantisation:
         raise InputError(f"{where}: group_size = {sorted({str(s)[:40] for s in sizes})}; NVFP4 has blocks of {BLOCK}")
     groups = found.get("config_groups")
     for name, group in _mapping(f"{where}.config_groups", groups).items() if groups is not None else ():
-        at = f"{where}.config_groups.{name}"
-        _only(at, _mapping(at, group), ["weights", "input_activations", "targets"])
-        for part in ("weights", "input_activations"):
-            if group.get(part) is not None:
-                given = {"type": "float", "group_size": BLOCK} | dict(_mapping(f"{at}.{part}", group[part]))
-                _expect(f"{at}.{part}", given, {"num_bits": 4, "type": "float", "group_size": BLOCK})
+        _modelopt_group(f"{where}.config_groups.{name}", group, algorithm)
     names = [_names(f"{where}.{key}", found[key] or []) for key in ("exclude_modules", "ignore") if key in found]
     if len({frozenset(some) for some in names}) > 1:
         raise InputError(f"{where}: exclude_modules and ignore differ, and both list what stays in BF16; keep one")
     return Quantisation(MODELOPT, ALGORITHMS[algorithm], names[0] if names else ())
+
+
+def _modelopt_group(where: str, group: Any, algorithm: str) -> None:
+    """A group says again what quant_algo says: the same number formats, for every Linear."""
+    _only(where, _mapping(where, group), ["weights", "input_activations", "targets"])
+    for part in ("weights", "input_activations"):
+        if group.get(part) is not None:
+            given = {"type": "float", "group_size": BLOCK} | dict(_mapping(f"{where}.{part}", group[part]))
+            _expect(f"{where}.{part}", given, {"num_bits": 4, "type": "float", "group_size": BLOCK})
+    has = [part for part in ("weights", "input_activations") if group.get(part) is not None]
+    wanted = ["weights", "input_activations"][: 1 if ALGORITHMS[algorithm] == "w4a16" else 2]
+    if has != wanted:
+        raise InputError(f"{where} has {has}, but quant_algo {algorithm} quantises {wanted}; correct one of them")
+    # Readers of ModelOpt's format do not look at targets: whatever else stands there, they quantise every Linear.
+    _expect(where, {"targets": group.get("targets", ["Linear"])}, {"targets": ["Linear"]})
 
 
 def _compressed_tensors(where: str, found: Mapping[str, Any]) -> Quantisation:

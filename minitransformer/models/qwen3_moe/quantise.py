@@ -91,6 +91,7 @@ def check_writable(recipe: Recipe, config: Qwen3MoeConfig) -> list[int]:
                 else "(the formats have one outer scale a tensor)"
             )
         )
+    recipe.check_overrides(i for i, sparse in enumerate(config.sparse_layers) if sparse)
     names = {i: recipe.for_layer(i).name for i, sparse in enumerate(config.sparse_layers) if sparse}
     for i, name in names.items():
         if name not in (recipe.name, "bf16"):

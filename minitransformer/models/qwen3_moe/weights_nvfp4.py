@@ -74,6 +74,7 @@ def load_quantised(directory: str | os.PathLike) -> QuantisedCheckpoint:
     _refuse_quantised_elsewhere(rest, said)
     elsewhere = {f"layers.{i}.mlp.{projection}.weight" for i in layers for projection in PROJECTIONS}
     checkpoint = open_tensors(config, hf, rest, elsewhere)
+    _refuse_forgotten(rest, said)
     for i in layers:
         _check_headers(files, said.format, list(parts(config, i)), inside[i])
     experts = {i: _read_layer(files, said.format, config, i) for i in layers}
@@ -112,7 +113,9 @@ def quantised_layers(directory: str | os.PathLike, config: Qwen3MoeConfig, said:
             )
         layers += [i] if all(quantised) else []
     if not layers:
-        raise InputError(f"{directory}: the config's ignore list leaves every expert in BF16; remove the quantisation")
+        raise InputError(
+            f"{directory}: the config's targets and ignore list leave every expert in BF16; remove the quantisation"
+        )
     return layers
 
 
@@ -132,13 +135,26 @@ def _refuse_quantised_elsewhere(files: TensorFiles, said: Quantisation) -> None:
         entry = said.ignores(module)
         if entry is not None:
             raise InputError(f"{files.directory}: {name} is quantised, but {entry!r} in the config leaves it in BF16")
+        if not said.targeted(module):
+            raise InputError(f"{files.directory}: {name} is quantised, but no target in the config names it")
         raise InputError(
             f"{files.directory}: {name} is quantised; only experts may be, so quantise again with {module} left out"
         )
 
 
+def _refuse_forgotten(files: TensorFiles, said: Quantisation) -> None:
+    """BF16 weights (of attention, routers, dense layers, lm_head) that the config quantises by name."""
+    linear = (name.rpartition(".")[0] for name, shape in files.shapes.items() if len(shape) == 2)
+    forgotten = [m for m in linear if not m.endswith("embed_tokens") and said.quantises(m)]
+    if forgotten:
+        raise InputError(
+            f"{files.directory}: {first_few(forgotten)}: the config quantises it by name, but it is stored in BF16 or "
+            "FP32 and an engine would look for packed tensors; add it to the config's ignore list"
+        )
+
+
 def _check_headers(files: TensorFiles, form: Format, layer: list[Part], here: set[str]) -> None:
-    """Exactly the tensors of these parts, in type and shape; an activation scale may be missing."""
+    """Exactly the tensors of these parts, in type and shape; the activation scales may all be missing."""
     expected: dict[str, tuple[str, tuple[int, ...]]] = {}
     required: set[str] = set()
     for part in layer:
@@ -146,6 +162,12 @@ def _check_headers(files: TensorFiles, form: Format, layer: list[Part], here: se
         expected |= headers
         required |= set(list(headers)[:-1])
     missing, extra = required - here, here - expected.keys()
+    static = expected.keys() - required
+    if static & here and static - here and not missing:
+        raise InputError(
+            f"{files.directory}: {first_few(static - here)} missing, other experts of the layer have one; store an "
+            "activation scale for all or for none"
+        )
     if missing or extra:
         raise InputError(f"{files.directory}: {_explain(files, form, missing, extra)}")
     for key, (dtype, shape) in expected.items():

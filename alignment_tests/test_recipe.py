@@ -1,0 +1,55 @@
+"""Overrides of a recipe: what a pattern covers, and that one that covers no layer as a whole is refused."""
+
+from dataclasses import replace
+
+import pytest
+
+from minitransformer.errors import InputError
+from minitransformer.recipe import get
+
+LAYERS = 16
+PATTERNS = {
+    "3": [3],
+    "layers.3": [3],
+    "layers.3.mlp": [3],
+    "model.layers.3.mlp.experts": [3],
+    "model.layers.3.mlp.experts*": [3],
+    "layers.3.mlp.experts.*": [3],
+    "model.layers.3.mlp.experts.*.*_proj": [3],
+    "*layers.3.mlp.experts.[0-9]*.*": [3],
+    "*.layers.1[02].*": [10, 12],
+    "layers.1?": [*range(10, 16)],
+    "model.layers.1*": [1, *range(10, 16)],
+    "layers.*.mlp": [*range(16)],
+    "*experts*": [*range(16)],
+    "*": [*range(16)],
+    # A part of a layer's experts or projections:
+    "layers.3.mlp.experts.0.*": [],
+    "*.down_proj": [],
+    "*.gate_up_proj": [],
+    "*.experts.[0-9].*": [],
+    "*.experts.?.*_proj": [],
+    "*.experts.[!7]*.*": [],
+    # What no recipe quantises, and what does not exist:
+    "*.self_attn*": [],
+    "*.mlp.gate": [],
+    "lm_head": [],
+    "layers.16*": [],
+    "03": [],
+    "re:.*experts.*": [],
+    "": [],
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_what_a_pattern_covers(pattern):
+    recipe = replace(get("bf16"), overrides=((pattern, "w4a16"),))
+    assert [i for i in range(LAYERS) if recipe.for_layer(i).name == "w4a16"] == PATTERNS[pattern]
+    if not PATTERNS[pattern]:
+        with pytest.raises(InputError, match="matches no layer with experts as a whole"):
+            get("bf16").with_overrides([(pattern, "w4a16")], LAYERS)
+
+
+def test_the_last_pattern_counts():
+    recipe = get("bf16").with_overrides([("*", "w4a16"), ("model.layers.2.mlp.experts*", "nvfp4_per_token")], 3)
+    assert [recipe.for_layer(i).name for i in range(3)] == ["w4a16", "w4a16", "nvfp4_per_token"]
