@@ -2,22 +2,25 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from unittest import mock
 
 import torch
 
-from alignment_tests import laws
+from alignment_tests import laws, test_recipe
 from alignment_tests.model import test_nvfp4_laws as nvfp4_laws
 from alignment_tests.model import test_weights_stamp
 from alignment_tests.mutations import Mutation, patched
-from alignment_tests.ops import test_quantised_linear
+from alignment_tests.ops import test_dispatch, test_grouped_linear, test_quantised_linear, test_swiglu
+from minitransformer import recipe
 from minitransformer.models.qwen3_moe import experts
 from minitransformer.models.qwen3_moe.experts import QuantisedExperts
-from minitransformer.ops import dispatch, nvfp4, quantised_linear
+from minitransformer.ops import cpu, dispatch, mxfp8, nvfp4, quantised_linear, swiglu
 
 QUANTIZE, SWIGLU, COMBINE, OPERAND = (
     nvfp4.quantize, experts.swiglu_amax, dispatch.combine_weighted_forward, QuantisedExperts.weight_operand,
 )  # fmt: skip
+GATHER, FORWARD_AMAX, COVERS = dispatch.gather_amax_forward, swiglu.forward_amax, recipe.covers
 
 
 def law(check):
@@ -87,7 +90,43 @@ def updates_are_seen() -> None:
     assert torch.equal(kept, laws.logits(model, batch)), "the quantised weights are those of before the update"
 
 
+def amax_without_the_last_column(x_TD, plan):
+    rows, _ = GATHER(x_TD, plan)
+    return rows, nvfp4.row_amax(rows[:, :-1])
+
+
+def amax_before_rounding(gate_up_R2F):
+    gate, up = gate_up_R2F.chunk(2, -1)
+    return FORWARD_AMAX(gate_up_R2F)[0], (torch.nn.functional.silu(gate) * up).abs().amax(1)
+
+
+def along_the_other_axis(x):
+    """Blocks of 32 across the sum of a gradient product instead of along it."""
+    across = x.mT
+    across = torch.nn.functional.pad(across, (0, -across.shape[-1] % 32)).contiguous()
+    rounded = mxfp8.decode(mxfp8.quantize(across))[..., : x.shape[-2]].mT
+    return cpu.bf16_bits(torch.nn.functional.pad(rounded, (0, -x.shape[-1] % 32)).contiguous())
+
+
+def any_projection(pattern, layer):
+    """A pattern of one projection moves its whole layer."""
+    names = (f"model.layers.{layer}.mlp.experts.0.{name}_proj" for name in ("gate", "up", "down"))
+    return COVERS(pattern, layer) or any(fnmatchcase(name, pattern) for name in names)
+
+
 MUTATIONS = [
+    *(Mutation(f"the amax of a gathered row misses its last column, {R} rows", "a fused amax is that of a pass",
+               patched(dispatch, "gather_amax_forward", amax_without_the_last_column),
+               lambda R=R: test_dispatch.test_the_amax_taken_while_gathering_is_that_of_a_separate_pass(R))
+      for R in (1, 17)),
+    Mutation("swiglu's amax is taken before the rounding", "a fused amax is that of a pass",
+             patched(swiglu, "forward_amax", amax_before_rounding),
+             lambda: test_swiglu.test_the_amax_taken_while_writing_is_that_of_a_separate_pass(129)),
+    Mutation("mxfp8 gradients rounded across the sum", "blocks lie along the sum",
+             patched(mxfp8, "rounded_bits", along_the_other_axis),
+             test_grouped_linear.test_mxfp8_gradients_round_along_the_axis_of_their_sum),
+    Mutation("a pattern of one projection moves its layer", "a pattern covers a layer as a whole or not",
+             patched(recipe, "covers", any_projection), lambda: test_recipe.test_what_a_pattern_covers("*.down_proj")),
     Mutation("one activation scale for the batch", "the company moves no code",
              patched(nvfp4, "quantize", amax_of_the_batch),
              lambda: nvfp4_laws.test_the_company_moves_no_code("nvfp4_per_token")),

@@ -83,10 +83,17 @@ def one_run_of_rows(scales: Tensor) -> Tensor:
     return torch.nn.functional.pad(flat, (0, size - flat.numel())).view(*scales.shape[:-2], -1)
 
 
+def swizzle_of_whole_warps(scales: Tensor) -> Tensor:
+    """Rows after the last whole group of 16 are left out, as where a warp writes 16 rows or none."""
+    kept = scales.clone()
+    kept[..., scales.shape[-2] // 16 * 16 :, :] = 0
+    return SWIZZLE(kept)
+
+
 def zeros_for_some_rows(q: Nvfp4) -> Tensor:
-    """A kernel whose grid is a row short for 33, 65, 97, ... rows."""
+    """A kernel whose grid is a row short for 17, 33, 49, ... rows."""
     out = DECODE(q)
-    if out.dim() == 2 and len(out) % 32 == 1 < len(out):
+    if out.dim() == 2 and len(out) % 16 == 1 < len(out):
         out[-1] = 0
     return out
 
@@ -179,6 +186,9 @@ MUTATIONS = [
     Mutation("swizzle runs across experts", "the swizzle restarts for each expert",
              patched(nvfp4, "swizzle_128x4", one_run_of_rows),
              law(test_nvfp4.test_the_128x4_swizzle_restarts_for_each_expert, 130, 5)),
+    *(Mutation(f"swizzle of whole groups of 16 rows, {N} rows", "every number of rows is swizzled",
+               patched(nvfp4, "swizzle_128x4", swizzle_of_whole_warps),
+               law(test_nvfp4.test_the_128x4_swizzle_restarts_for_each_expert, N, 4)) for N in (1, 15, 17, 129)),
     Mutation("zeros for some M", "every M agrees with M = 1", patched(nvfp4, "decode", zeros_for_some_rows),
              test_nvfp4.test_every_number_of_rows_agrees_with_one_row),
     Mutation("one amax for the batch", "every M agrees with M = 1", patched(nvfp4, "quantize", with_batch_amax),

@@ -10,7 +10,8 @@ from alignment_tests import inputs, plain
 from alignment_tests.bits import assert_bits_equal
 from alignment_tests.gradients import assert_gradient, finite_differences
 from minitransformer.errors import InputError
-from minitransformer.ops.dispatch import combine, gather, plan, slots
+from minitransformer.ops import nvfp4
+from minitransformer.ops.dispatch import combine, gather, gather_amax, plan, slots
 
 
 def routed(seed: int, T: int, K: int, E: int) -> torch.Tensor:
@@ -77,6 +78,22 @@ def test_threads_do_not_move_bits():
         assert_bits_equal(combine(y, p), once, "two threads")
     finally:
         torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("R", [1, 15, 16, 17, 129])
+def test_the_amax_taken_while_gathering_is_that_of_a_separate_pass(R):
+    """Of the copied rows, the last column and -0 included."""
+    x = inputs.bf16(6, R, 48)
+    x[:, 47] *= 1e4
+    x[: R - 1 : 7] = -0.0
+    p = plan(routed(7, R, 4, 8), 8)
+    rows, amax = gather_amax(x, p)
+    assert_bits_equal(rows, gather(x, p), "rows")
+    assert_bits_equal(amax, nvfp4.row_amax(rows), "amax")
+    assert_bits_equal(amax, x.float().abs().amax(1)[p.order_R // 4], "amax of each row's token")
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        x[R - 1, 5] = bad
+        assert_bits_equal(gather_amax(x, p)[1][p.rows_TK[R - 1]], torch.full((4,), abs(bad)), f"amax with {bad}")
 
 
 def test_bad_ids_and_shapes_are_refused():

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alignment_tests.bits import assert_bits_equal
-from minitransformer.ops import dispatch
+from minitransformer.ops import dispatch, mxfp8
 from minitransformer.ops import grouped_linear as op
 from minitransformer.ops.grouped_linear import grouped_linear
 from minitransformer.ops.mma import chain
@@ -81,6 +81,14 @@ def test_differentiates():
         assert ((got.double() - want).norm() / want.norm()).item() < 2**-7, name
 
 
+def row_dots(x, g):
+    """The lane sum of each row's products, of at most 128 columns."""
+    lanes = torch.nn.functional.pad(x.float() * g, (0, 128 - x.shape[1]))
+    while lanes.shape[1] > 1:
+        lanes = lanes[:, : lanes.shape[1] // 2] + lanes[:, lanes.shape[1] // 2 :]
+    return lanes[:, 0]
+
+
 def test_gradients_are_the_chains_of_the_spec():
     _, plan, x, w, weights = case(tokens=40, slots=1)
     x_R = dispatch.gather(x, plan)
@@ -97,10 +105,34 @@ def test_gradients_are_the_chains_of_the_spec():
         s = (dy[rows].float() * scale[rows, None]).bfloat16()
         assert_bits_equal(dx[rows], (g * scale[rows, None]).bfloat16(), f"dX of expert {e}")
         assert_bits_equal(dw[e], chain(s.t().contiguous(), x_R[rows]).bfloat16(), f"dW of expert {e}")
-        lanes = torch.nn.functional.pad(x_R[rows].float() * g, (0, 128 - 48))
-        while lanes.shape[1] > 1:
-            lanes = lanes[:, : lanes.shape[1] // 2] + lanes[:, lanes.shape[1] // 2 :]
-        assert_bits_equal(dweights.reshape(-1)[plan.order_R[rows]], lanes[:, 0], f"dw of expert {e}")
+        assert_bits_equal(dweights.reshape(-1)[plan.order_R[rows]], row_dots(x_R[rows], g), f"dw of expert {e}")
+
+
+def to_mxfp8(x, axis):
+    """x rounded in blocks of 32 along one axis, zeros after its end; that axis comes last."""
+    x = x.movedim(axis, -1)
+    padded = torch.nn.functional.pad(x, (0, -x.shape[-1] % 32)).contiguous()
+    return mxfp8.decode(mxfp8.quantize(padded))
+
+
+def test_mxfp8_gradients_round_along_the_axis_of_their_sum():
+    """dX sums over n: blocks of dY and W along n. dW sums over an expert's rows: blocks of dY and x along the rows."""
+    _, plan, x, w, weights = case(tokens=80, slots=1)  # n = 40 and the experts' rows fill no whole block
+    x_R = dispatch.gather(x, plan)
+    dy = torch.randn(80, 40, generator=torch.Generator().manual_seed(9)).bfloat16()
+    dy[:, 7] *= 1e3  # a loud column: along the rows it has blocks of its own, along n it quiets its neighbours
+    dx, dw, dweights = op.backward(dy, x_R, w, plan, weights, backward_format="mxfp8")
+    scale = weights.reshape(-1)[plan.order_R]
+    for e in range(6):
+        rows = slice(plan.offsets[e], plan.offsets[e + 1])
+        if rows.start == rows.stop:
+            continue
+        g = chain(to_mxfp8(dy[rows], 1), to_mxfp8(w[e], 0).t().contiguous())
+        assert_bits_equal(dx[rows], (g * scale[rows, None]).bfloat16(), f"dX of expert {e}")
+        s = (dy[rows].float() * scale[rows, None]).bfloat16()
+        want = chain(to_mxfp8(s, 0), to_mxfp8(x_R[rows], 0).t().contiguous()).bfloat16()
+        assert_bits_equal(dw[e], want, f"dW of expert {e}")
+        assert_bits_equal(dweights.reshape(-1)[plan.order_R[rows]], row_dots(x_R[rows], g), f"dw of expert {e}")
 
 
 def test_refuses_what_does_not_fit():

@@ -193,7 +193,9 @@ def test_the_even_element_lies_in_the_low_nibble():
         nvfp4.pack(codes + 3)
 
 
-@pytest.mark.parametrize("N,C", [(1, 1), (128, 4), (130, 5), (200, 10), (384, 128)])
+@pytest.mark.parametrize(
+    "N,C", [(1, 1), (15, 4), (16, 3), (17, 8), (128, 4), (129, 4), (130, 5), (200, 10), (384, 128)]
+)
 def test_the_128x4_swizzle_restarts_for_each_expert(N, C):
     scales = (inputs.integers(10, 255, 3, N, C) + 1).to(torch.uint8)
     r, c = np.indices((N, C))

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from alignment_tests import inputs, plain
 from alignment_tests.bits import assert_bits_equal
 from alignment_tests.gradients import assert_gradient, finite_differences
-from minitransformer.ops import rounding
-from minitransformer.ops.swiglu import swiglu
+from minitransformer.ops import nvfp4, rounding
+from minitransformer.ops.swiglu import swiglu, swiglu_amax
 
 
 def halves(x: torch.Tensor):
@@ -53,6 +53,19 @@ def test_a_row_has_the_same_bits_in_any_batch_and_beside_a_large_one():
         assert_bits_equal(swiglu(x)[others], whole[others], "two threads")
     finally:
         torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("R", [1, 15, 16, 17, 129])
+def test_the_amax_taken_while_writing_is_that_of_a_separate_pass(R):
+    """Of h as it is rounded, not of the FP32 value before."""
+    x = inputs.normal(7, R, 96) * 2
+    x[:, [47, 95]] *= 30  # the last column of h is the largest
+    h, amax = swiglu_amax(x)
+    assert_bits_equal(h, plain.bf16(plain.silu(x[:, :48].numpy(), rounding.EXP2) * x[:, 48:].numpy()), "h")
+    assert_bits_equal(amax, nvfp4.row_amax(h), "amax")
+    assert_bits_equal(amax, h.float().abs().amax(1), "amax, by torch")
+    x[0, 3] = float("nan")
+    assert torch.isnan(swiglu_amax(x)[1][0])
 
 
 def test_infinities_follow_the_formula():
