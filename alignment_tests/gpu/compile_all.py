@@ -18,6 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from alignment_tests.gpu import backward_cases
 from alignment_tests.gpu.row_cases import rows
 from minitransformer.ops.gpu import attention, device, grouped_linear, linear
 
@@ -91,11 +92,12 @@ def _attention() -> Iterator[Case]:
 
 
 def row_cases() -> list[Case]:
-    return [Case(*row, warps=4, stages=3, flags=tuple(device.ROWS.items())) for row in rows()]
+    every = (*rows(), *backward_cases.rows())
+    return [Case(*row, warps=4, stages=3, flags=tuple(device.ROWS.items())) for row in every]
 
 
 def tensor_core_cases() -> list[Case]:
-    return [*_linear(), *_grouped_linear(), *_attention()]
+    return [*_linear(), *_grouped_linear(), *_attention(), *(Case(*case) for case in backward_cases.products())]
 
 
 def cases() -> list[Case]:

@@ -18,6 +18,7 @@ ALLOWED = {
     "grouped_linear": PLAIN,
     # div.rn is the IEEE divide at the end; ex2.approx.ftz is exp2_hw of rounding.py.
     "attention": PLAIN | {"div.rn.f32", "ex2.approx.ftz.f32"},
+    "backward": PLAIN | {"ex2.approx.ftz.f32"},
 }
 CONVERSIONS = {"cvt.rn.bf16x2.f32", "cvt.rn.bf16.f32", "cvt.f32.bf16"}
 SHARED_LIMIT = 232448  # bytes of shared memory that a CTA of Hopper may have
@@ -28,6 +29,7 @@ ROWS = {
     "rms_norm": {"div.rn.f32", "sqrt.rn.f32"}, "rope": set(), "router": EXP, "plan": set(), "combine": set(),
     "combine_weighted": {"fma.rn.f32"}, "copy": set(), "copy_amax": set(), "embedding": set(), "swiglu": EXP,
     "logprob": EXP | {"cvt.rn.f32"},
+    "backward": {"div.rn.f32"},
     "sample": EXP | {f"{op}.rn.f64" for op in ("add", "sub", "mul", "fma", "div", "cvt")}
     | {"cvt.f64.f32", "cvt.rzi.s64.f32"},
 }  # fmt: skip

@@ -65,3 +65,16 @@ def chain_tile(
         x_at += DEPTH
         w_at += DEPTH
     return acc
+
+
+@triton.jit
+def rows_tile(
+    x, row, col, rows, cols, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr
+):  # fmt: skip
+    """[ROWS, COLUMNS] of a matrix rows x cols from (row, col) on, zeros outside; x: a descriptor (TMA) or a pointer."""
+    if TMA:
+        tile = x.load([row, col])
+    else:
+        r, c = row + tl.arange(0, ROWS)[:, None], col + tl.arange(0, COLUMNS)[None, :]
+        tile = tl.load(x + r.to(tl.int64) * stride + c, mask=(r < rows) & (c < cols), other=0.0)
+    return tile

@@ -1,0 +1,86 @@
+"""linear/1 on Hopper, its gradients (ops/linear.py has the spec): dX = dY W, a chain over n, and dW = dY^T X, over t.
+
+Operands are read where they lie: the one whose chain runs down its rows goes to the tensor core transposed.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from minitransformer.ops.gpu import device
+from minitransformer.ops.gpu.tiles import Tile, rows_tile, tile_of, to_bf16
+
+
+@triton.jit(do_not_specialize=["M", "DEPTH"])
+def product_kernel(
+    a, b, y_ptr, M, N, DEPTH, a_stride, b_stride,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, PROGRAMS: tl.constexpr, TURNED: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """y [M, N] BF16 = chain of a [M, DEPTH], or [DEPTH, M] if TURNED, times b [DEPTH, N]; a persistent grid.
+
+    a and b are descriptors (TMA) or pointers to rows of a_stride, b_stride elements; both give zeros outside.
+    """
+    tiles_m, tiles_n = tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=TMA):
+        i, j = tile_of(tile, tiles_m, tiles_n, 8)
+        acc = tl.zeros((TILE_M, TILE_N), tl.float32)
+        for k0 in range(0, DEPTH, TILE_K):
+            right = rows_tile(b, k0, j * TILE_N, DEPTH, N, b_stride, TILE_K, TILE_N, TMA)
+            if TURNED:
+                left = tl.trans(rows_tile(a, k0, i * TILE_M, DEPTH, M, a_stride, TILE_K, TILE_M, TMA))
+            else:
+                left = rows_tile(a, i * TILE_M, k0, M, DEPTH, a_stride, TILE_M, TILE_K, TMA)
+            acc = tl.dot(left, right, acc)
+        rows, cols = i * TILE_M + tl.arange(0, TILE_M), j * TILE_N + tl.arange(0, TILE_N)
+        at, inside = rows[:, None].to(tl.int64) * N + cols[None, :], (rows[:, None] < M) & (cols[None, :] < N)
+        tl.store(y_ptr + at, to_bf16(acc), mask=inside)
+
+
+CANDIDATES = (
+    Tile(64, 64, 64, 4, 4, tma=True), Tile(64, 128, 64, 4, 4, tma=True), Tile(128, 128, 64, 4, 4, tma=True),
+    Tile(128, 128, 64, 8, 4, tma=True), Tile(128, 256, 64, 8, 3, tma=True), Tile(256, 128, 64, 8, 3, tma=True),
+)  # fmt: skip
+PLAIN = Tile(64, 64, 32, 4, 3)  # where a row is no multiple of 16 bytes, which the copy engine refuses
+
+
+def choose(M: int, N: int, programs: int) -> Tile:
+    """The largest tile that still gives every multiprocessor work; every choice gives the same bits."""
+    large, square, small, least = CANDIDATES[4], CANDIDATES[2], CANDIDATES[1], CANDIDATES[0]
+    for tile in (large, square, small):
+        if -(-M // tile.m) * -(-N // tile.n) >= programs and (M > tile.m // 2 and N > tile.n // 2):
+            return tile
+    return least
+
+
+def product(a: Tensor, b: Tensor, turned: bool, tile: Tile | None = None) -> Tensor:
+    """BF16 of the chain a b, or a^T b if turned; a and b contiguous BF16 matrices on one GPU."""
+    (M, depth), N = a.shape[:: -1 if turned else 1], b.shape[1]
+    y = torch.empty(M, N, dtype=torch.bfloat16, device=a.device)
+    if y.numel() == 0 or depth == 0:
+        return y.zero_()
+    programs = device.multiprocessors(a.device)
+    copied = a.shape[1] % 8 == 0 and N % 8 == 0
+    tile = (tile or choose(M, N, programs)) if copied else PLAIN
+    count = min(programs, triton.cdiv(M, tile.m) * triton.cdiv(N, tile.n))
+    left, right = a, b
+    if copied:
+        left = TensorDescriptor.from_tensor(a, [tile.k, tile.m] if turned else [tile.m, tile.k])
+        right = TensorDescriptor.from_tensor(b, [tile.k, tile.n])
+    with torch.cuda.device(a.device):
+        product_kernel[(count,)](
+            left, right, y, M, N, depth, a.shape[1], N, tile.m, tile.n, tile.k, count, turned, copied,
+            num_warps=tile.warps, num_stages=tile.stages, **device.STRICT,
+        )  # fmt: skip
+    return y
+
+
+def backward(dy_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, need_dx: bool, need_dw: bool) -> tuple:
+    """dY [T, N] BF16 or FP32 on one Hopper GPU -> (dX [T, K] BF16 or None, dW [N, K] BF16 or None)."""
+    home = x_TK.device
+    x, w = device.take("linear", home, torch.bfloat16, x_TK, weight_NK)
+    (dy,) = device.take("linear", home, dy_TN.dtype, dy_TN)
+    dy = dy.to(torch.bfloat16)  # nearest even; a NaN's bits are lost in the chain
+    return product(dy, w, False) if need_dx else None, product(dy, x, True) if need_dw else None
