@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from minitransformer.ops.gpu import attention_backward as attention
 from minitransformer.ops.gpu import grouped_linear_backward as grouped
 from minitransformer.ops.gpu import linear_backward as linear
+from minitransformer.ops.gpu import sum_of_squares
 
 
 def _desc(*block: int) -> str:
@@ -75,3 +76,4 @@ def rows() -> Iterator[tuple]:
         yield f"backward attention stats {H}", attention.stats_kernel, types, (N, H, 8)
     types = ("*bf16", "*fp32", "*i64", "*bf16", "i32!", "i32")
     yield "backward grouped scale", grouped.scale_kernel, types, (4, 1024)
+    yield "backward squares", sum_of_squares.squares_kernel, ("*i64", "*i64", "*fp64"), (32,)

@@ -7,13 +7,14 @@ clipping  only if the norm exceeds the bound: g = fl(g * fl(bound / norm))
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from minitransformer.ops import gpu
 from minitransformer.ops.cpu import f32
 from minitransformer.ops.jit import jit
 
@@ -39,20 +40,25 @@ def clip(totals: dict[str, Tensor], order: Mapping[str, Parameter], max_norm: fl
     order: the names in the model's order; one without a gradient counts as zeros. Raises FloatingPointError, naming
     the first parameter whose gradient is not finite.
     """
-    total = 0.0
-    for name in order:
-        if name in totals:
-            # FP64 holds the square of any FP32 and their sum: not finite means that an element is not finite.
-            square = _sum_of_squares(f32(totals[name].cpu()).reshape(-1))
-            if not math.isfinite(square):
-                raise FloatingPointError(f"gradient of {name} is not finite; nothing was updated")
-            total += square
+    total, names = 0.0, [name for name in order if name in totals]
+    for name, square in zip(names, _squares([totals[name] for name in names]), strict=True):
+        # FP64 holds the square of any FP32 and their sum: not finite means that an element is not finite.
+        if not math.isfinite(square):
+            raise FloatingPointError(f"gradient of {name} is not finite; nothing was updated")
+        total += square
     norm = math.sqrt(total)
     if max_norm is not None and norm > max_norm:
         scale = torch.tensor(max_norm / norm, dtype=torch.float32)
         for grad in totals.values():
             grad.mul_(scale.to(grad.device))
     return norm
+
+
+def _squares(tensors: list[Tensor]) -> Iterable[float]:
+    """The FP64 sum of the squares of each."""
+    if tensors and tensors[0].is_cuda:
+        return gpu.sum_of_squares.sums_of_squares(tensors)
+    return (_sum_of_squares(f32(x).reshape(-1)) for x in tensors)
 
 
 @jit

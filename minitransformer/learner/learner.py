@@ -188,7 +188,8 @@ class Learner:
 
     def _pack(self, sequences: Sequence[Sequence[int]], prompt_lens: Sequence[int]) -> list[Pack]:
         config = self.model.config
-        return pack(sequences, prompt_lens, self.max_tokens_per_pack, config.vocab_size, config.max_positions)
+        packs = pack(sequences, prompt_lens, self.max_tokens_per_pack, config.vocab_size, config.max_positions)
+        return [one.to(self.model.device) for one in packs]
 
     def _log_probs(self, one: Pack, temperatures: Sequence[float], trace=None) -> Tensor:
         recompute = self.recompute and torch.is_grad_enabled()

@@ -83,6 +83,10 @@ class Pack:
     target_ids_L: Tensor
     bounds: tuple[int, ...]
 
+    def to(self, device: torch.device | str) -> "Pack":
+        """The same pack with its tensors on a device."""
+        return replace(self, batch=self.batch.to(device), target_ids_L=self.target_ids_L.to(device))
+
     @contextmanager
     def naming_rows(self, first: int | None = None) -> Iterator[None]:
         """Turns a RowError into an InputError with the sequence and the position.

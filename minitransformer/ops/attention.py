@@ -24,7 +24,8 @@ Backward (packed batches), from the saved m and l; u = FP32(H^-0.5):
     dQ = bf16(fl(u * chain over keys ascending of dS * K))
     dK = bf16(fl(u * chain over the group's heads ascending, in each over queries ascending, of dS * Q))
     dV = bf16(chain in the same order of bf16(p) * dO)
-Each head's queries start a new step of 16 (the last one padded with zeros).
+Each head's queries start a new step of 16 (the last one padded with zeros). Q and dO must be finite too: what lies in
+the masked part is zero products, which change nothing, so a kernel need not visit them.
 Refused: H that is not a multiple of 16, N that is not a multiple of G, a gradient through a paged store.
 """
 
@@ -209,6 +210,8 @@ def _backward_group(do, q, k, v, o, m, l, scale):
 
 def backward(do_TNH, q_TNH, k_TGH, v_TGH, o_TNH, m_TN, l_TN, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """-> (dQ [T, N, H], dK [T, G, H], dV [T, G, H]) BF16, for a packed batch."""
+    if do_TNH.is_cuda:
+        return gpu.attention_backward.backward(do_TNH, q_TNH, k_TGH, v_TGH, o_TNH, m_TN, l_TN, batch)
     do, q, k, v, o = (cpu.bf16_bits(x) for x in (do_TNH, q_TNH, k_TGH, v_TGH, o_TNH))
     heads, kv_heads, width = q.shape[1], k.shape[1], q.shape[2]
     group = heads // kv_heads

@@ -45,6 +45,8 @@ def forward(x_TK: Tensor, weight_NK: Tensor, out_dtype: torch.dtype = torch.bflo
 
 def backward(dy_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, need_dx=True, need_dw=True) -> tuple:
     """dY [T, N] BF16 or FP32 -> (dX [T, K] BF16 or None, dW [N, K] BF16 or None)."""
+    if dy_TN.is_cuda:
+        return gpu.linear_backward.backward(dy_TN, x_TK, weight_NK, need_dx, need_dw)
     dy = round_bf16(cpu.f32(dy_TN)) if dy_TN.dtype == torch.float32 else dy_TN
     dx = round_bf16(chain_bits(cpu.bf16_bits(dy), cpu.bf16_bits(weight_NK), k_major=True)) if need_dx else None
     dw = round_bf16(chain_bits(cpu.bf16_bits(dy.t()), cpu.bf16_bits(x_TK), k_major=True)) if need_dw else None

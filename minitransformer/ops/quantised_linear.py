@@ -53,7 +53,10 @@ def forward(x_RK: Tensor, scale_R: Tensor | None, w_ENK: Tensor, scale_EN: Tenso
 
 def backward(dy_RN: Tensor, x_RK: Tensor, weight_ENK: Tensor, plan: Plan, backward_format: str, need_dw=True):
     """dY [R, N] BF16 or FP32, x and W before quantising -> (dX [R, K] BF16, dW [E, N, K] BF16 or None)."""
-    dy = round_bf16(cpu.f32(dy_RN)) if dy_RN.dtype == torch.float32 else dy_RN
+    if dy_RN.is_cuda:
+        dy = dy_RN.to(torch.bfloat16)  # nearest even
+    else:
+        dy = round_bf16(cpu.f32(dy_RN)) if dy_RN.dtype == torch.float32 else dy_RN
     return grouped_linear.backward(dy, x_RK, weight_ENK, plan, None, need_dw, backward_format)[:2]
 
 

@@ -1,7 +1,7 @@
 """grouped_linear/1 on Hopper, its gradients (ops/grouped_linear.py has the spec).
 
-dX: a tile of one expert's rows, a chain over n. dW: a tile of one expert's weight, a chain over that expert's rows, which
-one program walks from the first to the last. No program waits for another and nothing is added by atomics.
+dX: a tile of one expert's rows, a chain over n. dW: a tile of one expert's weight, a chain over that expert's rows,
+which one program walks from the first to the last. No program waits for another, nothing is added by atomics.
 """
 
 import torch
