@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from minitransformer.commands import align, compare, describe, generate, quantize, recipes, score, trace
-from minitransformer.errors import InputError
+from minitransformer.errors import InputError, UnsupportedDevice
 
 COMMANDS = (align, generate, score, trace, compare, quantize, recipes, describe)
 DIFFERS, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -53,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.run(args)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except UnsupportedDevice as error:  # some part of the model has no kernel there
+        print(f"error: {error}; use --device cpu", file=sys.stderr)
         return BAD_INPUT
     except BrokenPipeError:
         # The reader of our output has gone (`| head`); without this Python complains once more at exit.

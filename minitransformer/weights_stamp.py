@@ -34,6 +34,15 @@ class WeightsStamp:
             _same(a, b) and then == now for (a, *then), (b, *now) in zip(self._tensors, other._tensors, strict=True)
         )
 
+    def same_storage(self, other: "WeightsStamp") -> bool:
+        """Whether the same tensors lie at the same addresses beside the same objects, whatever was written there."""
+        return self._unwritten() == other._unwritten()
+
+    def _unwritten(self) -> "WeightsStamp":
+        stamp = WeightsStamp(())
+        stamp._tensors, stamp._objects = [(t, at, None) for t, at, _ in self._tensors], self._objects
+        return stamp
+
     __hash__ = None
 
     def __reduce__(self) -> tuple:

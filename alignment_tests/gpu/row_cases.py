@@ -54,12 +54,17 @@ def _rest() -> Iterator[tuple]:
     yield "swiglu amax", swiglu.amax_kernel, ("*fp32", "*bf16", "*fp32", "i32!", "i32"), (4, 256)
     for kind in ("*bf16", "*fp32"):
         yield f"swiglu {kind} backward", swiglu.backward_kernel, ("*bf16", kind, "*bf16", "i32!", "i32"), (8, 256)
-    types = ("*fp32", "*i64", "*fp32", "*fp32", "*i32", "fp32", "i32")
-    yield "logprob", logprob.logprob_kernel, types, (2048, 8, FOUND["logprob"])
+    yield "logprob max", logprob.max_kernel, ("*fp32", "*fp32", "i32!"), (logprob.BLOCK, logprob.WIDE)
+    types = ("*fp32", "*i64", "*fp32", "*fp32", "*fp32", "*fp32", "*i32", "i32!", "i32!")
+    for slot in (FOUND["logprob"], -1):
+        yield f"logprob sum {slot}", logprob.sum_kernel, types, (256, logprob.UNROLL, slot)
     types = ("*fp32", "*fp32", "*i64", "*fp32", "*fp32", "fp32", "i32")
     yield "logprob backward", logprob.backward_kernel, types, (1024,)
-    yield "sample scores", sample.scores_kernel, ("*fp32", "*i64", "*fp64", "fp32", "i32!"), (256,)
-    yield "sample keys", sample.keys_kernel, ("*fp32", "*i64", "*i64", "fp32", "fp32", "i32!"), (1024,)
+    types = ("*fp32", "*i64", "*fp32", "*i64", "*fp64", "*i32", "*fp32", "i32!")
+    for cut in (False, True):
+        yield f"sample best {cut}", sample.best_kernel, types, (sample.BLOCK, cut)
+    yield "sample pick", sample.pick_kernel, ("*fp64", "*i32", "*fp32", "*fp32", "*i64", "i32!"), (256,)
+    yield "sample keys", sample.keys_kernel, ("*fp32", "*fp32", "*fp32", "*i64", "*i64", "i32!"), (sample.BLOCK,)
 
 
 def rows() -> Iterator[tuple]:

@@ -6,10 +6,19 @@ from collections.abc import Sequence as SequenceOf
 import torch
 
 from alignment_tests.mutations import Mutation, patched
-from alignment_tests.sampler import test_failures, test_pages, test_prefix_cache, test_sampler, test_scheduler
+from alignment_tests.sampler import (
+    test_failures,
+    test_graphs,
+    test_pages,
+    test_prefix_cache,
+    test_sampler,
+    test_scheduler,
+)
 from alignment_tests.sampler.fake import FakeModel, Request, assert_alone, play, poisoned, prompts
 from minitransformer.batch import Batch
 from minitransformer.errors import InputError
+from minitransformer.sampler import draw as draw_module
+from minitransformer.sampler import graphs
 from minitransformer.sampler import sampler as sampler_module
 from minitransformer.sampler.pages import ROOT, PagePool
 from minitransformer.sampler.sampler import Sampler
@@ -17,7 +26,7 @@ from minitransformer.sampler.scheduler import Chunk, Scheduler
 from minitransformer.sampler.sequence import SamplingParams, Sequence
 from minitransformer.weights_stamp import WeightsStamp
 
-DRAW, ADMIT, SAMPLE, LOGPROB = sampler_module._draw, Scheduler._admit, sampler_module.sample, sampler_module.logprob
+DRAW, ADMIT, SAMPLE, LOGPROB = sampler_module.draw, Scheduler._admit, draw_module.sample, draw_module.logprob
 
 
 def crowd() -> None:
@@ -44,7 +53,7 @@ def noise_by_slot(row_V: torch.Tensor, seed: int, *options) -> int:
 def noise_by_count(sequences: list[Sequence], logits_LV: torch.Tensor) -> list:
     """The noise's position counts new tokens, not positions."""
     drawn = iter([len(s.log_probs) for s in sequences])
-    with patched(sampler_module, "sample", lambda row_V, seed, _, *rest: SAMPLE(row_V, seed, next(drawn), *rest))():
+    with patched(draw_module, "sample", lambda row_V, seed, _, *rest: SAMPLE(row_V, seed, next(drawn), *rest))():
         return DRAW(sequences, logits_LV)
 
 
@@ -160,12 +169,12 @@ def scored(temperature: float) -> Callable[[], None]:
 
 
 MUTATIONS = [
-    Mutation("noise keyed by batch slot", NOISE, patched(sampler_module, "sample", noise_by_slot), crowd),
-    Mutation("noise keyed by the count of new tokens", NOISE, patched(sampler_module, "_draw", noise_by_count), crowd),
+    Mutation("noise keyed by batch slot", NOISE, patched(draw_module, "sample", noise_by_slot), crowd),
+    Mutation("noise keyed by the count of new tokens", NOISE, patched(sampler_module, "draw", noise_by_count), crowd),
     Mutation("top-k and top-p forgotten", IGNORES,
-             patched(sampler_module, "sample", lambda row_V, *options: SAMPLE(row_V, *options[:3])), crowd),
+             patched(draw_module, "sample", lambda row_V, *options: SAMPLE(row_V, *options[:3])), crowd),
     Mutation("log-prob at temperature 1", "learner == sampler",
-             patched(sampler_module, "logprob", lambda x, ids, _: LOGPROB(x, ids, 1.0)), scored(0.6)),
+             patched(draw_module, "logprob", lambda x, ids, _: LOGPROB(x, ids, 1.0)), scored(0.6)),
     Mutation("log-probs of all rows at the first row's temperature", IGNORES,
              patched(sampler_module.SamplingParams, "log_prob_temperature", 0.6), scored(1.0)),
     Mutation("a token drawn before the prompt is read", IGNORES, patched(Chunk, "completes", True), crowd),
@@ -215,8 +224,13 @@ MUTATIONS = [
     Mutation("keys count before the tokens are drawn", FAILS,
              patched(Sampler, "_batch", counted_before_they_are_drawn),
              lambda: test_failures.interrupted_schedule("draw")),
-    Mutation("a bad request takes its neighbours along", FAILS, patched(sampler_module, "_draw", all_fail_with_one),
+    Mutation("a bad request takes its neighbours along", FAILS, patched(sampler_module, "draw", all_fail_with_one),
              test_failures.one_bad_request),
     Mutation("stop token noticed one token late", "stops where it must",
              patched(Sequence, "finish_reason", stop_seen_one_token_late), test_sampler.test_finish_reasons),
+    Mutation("padded step: an exchanged page is not seen", PAGES, patched(graphs, "REREAD", 0), test_graphs.crowd),
+    Mutation("padded step: padding writes into the pool", PAGES, patched(graphs.Inputs, "_spare", lambda self, i: i),
+             test_graphs.crowd),
+    Mutation("graphs outlive the storage", PREFIX, patched(WeightsStamp, "same_storage", lambda self, other: True),
+             test_graphs.test_only_an_other_storage_or_format_drops_the_graphs),
 ]  # fmt: skip

@@ -44,7 +44,7 @@ def interrupted_schedule(where: str) -> None:
     sampler = poisoned(Sampler(model, page_size=4, num_pages=10, chunk_size=6))
     for request in requests:
         sampler.add(list(request.prompt), request.params)
-    draw = sampler_module._draw
+    draw = sampler_module.draw
 
     def broken_draw(sequences, logits_LV):
         draw(sequences, logits_LV)
@@ -55,7 +55,7 @@ def interrupted_schedule(where: str) -> None:
             break
         with pytest.MonkeyPatch.context() as patch:
             if where == "draw":
-                patch.setattr(sampler_module, "_draw", broken_draw)
+                patch.setattr(sampler_module, "draw", broken_draw)
             model.interrupt, notes.broken = where, where == "trace"
             try:
                 tokens = sampler.step(notes)

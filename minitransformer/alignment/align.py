@@ -63,6 +63,7 @@ def align(
     checkpoint: str | Path | None = None,
     on_step: Callable[[str], None] = lambda part: None,
     on_token: Callable[[NewToken], None] | None = None,
+    learner_model: Any = None,
 ) -> Alignment:
     """Runs the whole comparison.
 
@@ -71,6 +72,8 @@ def align(
     stages            patterns of the stages to compare; None for all
     checkpoint        directory that transformers loads for the contrast; None leaves the contrast out
     on_step           told what starts; on_token gets each sampled token
+    learner_model     the model that the learner scores with, of the same weights; None: `model`. On another device, it
+                      shows that the one predicts the other's bits
 
     Raises InputError for bad prompts or parameters, or if the model's spec changed after sampling.
     """
@@ -88,7 +91,8 @@ def align(
     on_step("learner")
     with _timed(seconds, "learner"):
         # One pack, and no gradient: the learner's forward pass over everything at once, as in training.
-        learner, comparing = Learner(model, max_tokens_per_pack=sum(map(len, sequences))), ComparingTrace(trace)
+        learner = Learner(learner_model or model, max_tokens_per_pack=sum(map(len, sequences)))
+        comparing = ComparingTrace(trace)
         followed.require_same(learner.model.spec, "sampler and learner")
         requests = [c.request_id for c in completions]
         scores = learner.score(sequences, starts, temperatures, trace=comparing, request_ids=requests)

@@ -112,6 +112,11 @@ class Noter:
             self._wanted[stage] = self.patterns is None or any(fnmatchcase(stage, p) for p in self.patterns)
         return self._wanted[stage]
 
+    @property
+    def only_log_probs(self) -> bool:
+        """Nothing of the model itself is wanted, so its steps need not stop for notes."""
+        return self.patterns == ("log_prob",)
+
     def bind(self, batch: Batch) -> Note:
         """Returns note(stage, tensor [T, ...]) for this batch's tokens; 'logits' has the rows of batch.logit_rows_L."""
         bounds = batch.cu_seqlens

@@ -6,6 +6,7 @@ Exit status 0 only if nothing differs, 1 if something does, 2 for bad input.
 
 Example:
   minitransformer align --model demo/checkpoint --prompts examples/prompts.txt --max-new-tokens 32 --seed 7
+  minitransformer align --model demo/checkpoint --prompts examples/prompts.txt --device cuda --learner-device cpu
 """
 
 import argparse
@@ -25,6 +26,10 @@ PARTS = {"sampler": "sampling", "learner": "scoring with the learner", "transfor
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     common.add_model(command)
+    common.add_device(command)
+    command.add_argument(
+        "--learner-device", metavar="DEVICE", help="another device for the learner (default: the sampler's, --device)"
+    )
     command.add_argument(
         "--prompts", required=True, metavar="FILE", help="one a line: text, or JSON with prompt or ids"
     )
@@ -40,7 +45,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     common.check_output(args.json, [args.prompts, args.model])
     common.sampling_params(args, 1)  # a bad parameter is told before a model is loaded
+    learner_device = args.learner_device and common.device(args.learner_device)
     model = common.load_model(args)
+    learner_model = None
+    if learner_device not in (None, model.device):
+        learner_model = common.load_model(args, learner_device)
     common.check_stages(args.stages, model)
     prompts, lines = common.read_prompt_ids(args, model)
     from minitransformer.alignment.align import align
@@ -55,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
             checkpoint=None if args.no_contrast else args.model,
             on_step=lambda part: show(PARTS[part], args.max_new_tokens * len(prompts) if part == "sampler" else None),
             on_token=lambda token: show.advance(),
+            learner_model=learner_model,
         )
     _print(common.console(), args, model, found)
     common.write_json(args.json, _to_json(args, model, found))
@@ -90,7 +100,7 @@ def _header(args: argparse.Namespace, model: Any, found: "Alignment") -> list[st
     fed = sum(len(c.prompt_ids) + len(c.token_ids) - 1 for c in completions)
     lines = [
         f"model    {args.model}: {config.num_layers} layers, {config.num_experts} experts, top-{config.top_k}, "
-        f"vocabulary {config.vocab_size:,}",
+        f"vocabulary {config.vocab_size:,}{_devices(args)}",
         f"spec     {model.spec.name}, fingerprint {found.fingerprint[:16]}",
         f"sampler  {len(completions)} requests, {tokens} tokens at temperature {args.temperature:g}; pages of "
         f"{args.page_size}, chunks of {args.chunk_size}, {args.max_batch_tokens} a step;",
@@ -101,6 +111,11 @@ def _header(args: argparse.Namespace, model: Any, found: "Alignment") -> list[st
         prompt = common.one_line(completion.prompt_ids, model, 44, end=True)
         lines.append(f"  r{completion.request_id}  {prompt} -> {common.one_line(completion.token_ids, model, 44)}")
     return lines
+
+
+def _devices(args: argparse.Namespace) -> str:
+    other = args.learner_device or args.device
+    return "" if other == args.device == "cpu" else f"; sampler on {args.device}, learner on {other}"
 
 
 def _verdict(found: "Alignment") -> str:

@@ -17,6 +17,7 @@ from minitransformer.files import check_output, write_text
 __all__ = ["check_output", "write_text"]  # which the commands use from here
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
 
     from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
@@ -38,6 +39,12 @@ def add_model(command: argparse.ArgumentParser) -> None:
         default=[],
         metavar="PATTERN=RECIPE",
         help="another recipe for some layers, by number or pattern: 0=bf16, 'model.layers.1?.mlp.experts*=bf16'",
+    )
+
+
+def add_device(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--device", default="cpu", metavar="DEVICE", help="cpu, cuda or cuda:N (default cpu); no bit depends on it"
     )
 
 
@@ -104,18 +111,26 @@ def sampler_options(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names} | {"prefix_cache": not args.no_prefix_cache}
 
 
-def load_model(args: argparse.Namespace) -> "Qwen3MoeForCausalLM":
+def device(name: str) -> "torch.device":
+    from minitransformer.devices import resolve
+
+    return resolve(name)
+
+
+def load_model(args: argparse.Namespace, on: "torch.device | None" = None) -> "Qwen3MoeForCausalLM":
+    """On a device other than --device if `on` is given."""
     from minitransformer.recipe import get, read_overrides
 
     base = None if args.recipe is None else get(args.recipe)  # a wrong name is refused before torch is loaded
     overrides = read_overrides(args.layers)
     if overrides and base is None:
         raise InputError("--layers needs --recipe: the recipe of all other layers")
+    on = on or device(args.device)
     from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
 
     with progress() as show:
         show("loading " + args.model)
-        model = Qwen3MoeForCausalLM.from_pretrained(args.model)
+        model = Qwen3MoeForCausalLM.from_pretrained(args.model, device=on)
         if base is not None:
             model.set_recipe(base.with_overrides(overrides, model.config.num_layers))
         return model

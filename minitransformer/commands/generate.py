@@ -19,6 +19,7 @@ SOME_FAILED = 1
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     common.add_model(command)
+    common.add_device(command)
     command.add_argument(
         "--prompts", required=True, metavar="FILE", help="one a line: text, or JSON with prompt or ids"
     )

@@ -36,6 +36,7 @@ TEMPERATURE = "divides the logits: 1e-6 to 1e6; 0 divides by 1, as greedy sampli
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     common.add_model(command)
+    common.add_device(command)
     command.add_argument("--input", required=True, metavar="FILE", help="JSON lines, see above")
     command.add_argument("--temperature", type=float, default=1.0, metavar="T", help=TEMPERATURE)
     command.add_argument("--json", type=Path, metavar="FILE", help="write the lines here instead of to the screen")

@@ -23,6 +23,7 @@ from minitransformer.files import is_replaceable
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     common.add_model(command)
+    common.add_device(command)
     source = command.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompts", metavar="FILE", help="trace the sampler on these prompts")
     source.add_argument("--input", metavar="FILE", help="trace the learner on these sequences (JSON lines)")

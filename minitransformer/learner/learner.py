@@ -28,12 +28,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from minitransformer.devices import naming_memory
 from minitransformer.errors import InputError
 from minitransformer.integers import as_list
 from minitransformer.learner import arguments, checkpoint, gradients
 from minitransformer.learner.losses import Loss, PolicyGradient, TokenLoss
 from minitransformer.learner.metrics import UpdateMetrics, metrics
 from minitransformer.learner.packing import Pack, Sample, pack, unpack
+from minitransformer.learner.scoring import in_chunks
 from minitransformer.ops import gpu
 from minitransformer.ops.logprob import logprob
 from minitransformer.weights_stamp import WeightsStamp
@@ -116,7 +118,7 @@ class Learner:
         temperatures = arguments.temperatures(temperature, len(sequences))
         names = arguments.request_ids(request_ids, len(sequences))
         scores = []
-        with torch.no_grad():
+        with torch.no_grad(), naming_memory(f"packs of {self.max_tokens_per_pack} tokens", "lower max_tokens_per_pack"):
             for one in packs:
                 named = replace(one.batch, request_ids=tuple(names[s] for s in one.sequences))
                 scores.append(self._log_probs(replace(one, batch=named), temperatures, trace))
@@ -192,13 +194,15 @@ class Learner:
         return [one.to(self.model.device) for one in packs]
 
     def _log_probs(self, one: Pack, temperatures: Sequence[float], trace=None) -> Tensor:
-        recompute = self.recompute and torch.is_grad_enabled()
+        if not torch.is_grad_enabled() and (trace is None or not trace.wants("logits")):
+            return in_chunks(self.model, one, temperatures, trace, logprob)
+        batch, ids_L = one.batch.to(self.model.device), one.target_ids_L.to(self.model.device)
         with one.naming_rows():
-            logits_LV = self.model(one.batch, trace=trace, recompute=recompute)
+            logits_LV = self.model(batch, trace=trace, recompute=self.recompute and torch.is_grad_enabled())
             if logits_LV.is_cuda:
                 gpu.device.check(logits_LV.device)  # now: rows found later would be taken for rows of the logits
         log_probs = []
-        rows = zip(_split_rows(logits_LV, one.bounds), _split_rows(one.target_ids_L, one.bounds), strict=True)
+        rows = zip(_split_rows(logits_LV, one.bounds), _split_rows(ids_L, one.bounds), strict=True)
         # logprob takes one temperature; its rows are independent, so a call a sequence has the bits of one call.
         for s, first, row in zip(one.sequences, one.bounds[:-1], rows, strict=True):
             with one.naming_rows(first):

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from minitransformer.batch import Batch
+from minitransformer.devices import naming_memory
 from minitransformer.errors import InputError, RowError
 from minitransformer.ops import gpu
-from minitransformer.ops.logprob import logprob
-from minitransformer.ops.sample import sample
 from minitransformer.sampler.cache import KVCache, default_num_pages
+from minitransformer.sampler.draw import draw
+from minitransformer.sampler.graphs import DecodeGraphs, spare_pages
 from minitransformer.sampler.pages import PagePool
 from minitransformer.sampler.request import Prompt, checked_params, make, params_list, prompt_list
 from minitransformer.sampler.scheduler import Chunk, Scheduler
@@ -35,6 +36,7 @@ class Sampler:
     chunk_size         tokens of one request in one step
     max_sequences      requests that hold pages at the same time
     prefix_cache       let prompts start from the full pages of earlier ones
+    cuda_graphs        on a GPU, replay steps that only decode from CUDA graphs, unless the model is traced
 
     Raises InputError for a value out of range.
     """
@@ -48,6 +50,7 @@ class Sampler:
         chunk_size: int = 64,
         prefix_cache: bool = True,
         max_sequences: int = 64,
+        cuda_graphs: bool = True,
     ) -> None:
         sizes = dict(page_size=page_size, max_batch_tokens=max_batch_tokens, chunk_size=chunk_size)
         for name, value in (sizes | dict(max_sequences=max_sequences)).items():
@@ -57,11 +60,13 @@ class Sampler:
             num_pages = default_num_pages(config, page_size, config.max_positions, max_sequences)
         require_int("num_pages", num_pages, 1)
         self.model = model
-        self.cache = KVCache(config, num_pages, page_size, model.device)
+        graphs = cuda_graphs and torch.device(model.device).type == "cuda"
+        self.cache = KVCache(config, num_pages, page_size, model.device, spare_pages(max_sequences) if graphs else 0)
         self.pool = PagePool(num_pages, page_size, prefix_cache)
         self.scheduler = Scheduler(self.pool, max_batch_tokens, chunk_size, max_sequences)
         self._next_id = 0
         self._weights = self._weights_stamp()
+        self.graphs = DecodeGraphs(model, self.cache) if graphs else None
 
     def generate(
         self,
@@ -140,9 +145,8 @@ class Sampler:
         chunks = self.scheduler.schedule()
         if not chunks:
             return []
-        good, logits_LV, results = self._forward(chunks, trace)
-        drawing = [chunk.sequence for chunk in good if chunk.completes]
-        results += zip(drawing, _draw(drawing, logits_LV), strict=True)
+        with naming_memory(f"a step of {sum(c.count for c in chunks)} tokens", "lower max_batch_tokens or num_pages"):
+            good, results = self._forward(chunks, trace)
         tokens = [self._new_token(*result) for result in results]
         if trace is not None:
             for (sequence, _), token in zip(results, tokens, strict=True):
@@ -163,28 +167,38 @@ class Sampler:
         for sequence in reversed(self.scheduler.running[:]):
             self.scheduler.preempt(sequence)
         self.pool.forget()
-        self._weights = self._weights_stamp()
+        before, self._weights = self._weights, self._weights_stamp()
+        if self.graphs is not None and not self._weights.same_storage(before):
+            self.graphs.forget()
 
     def check(self) -> None:
         """Asserts the invariants of requests, pages and prefix cache."""
         self.scheduler.check()
 
-    def _forward(self, chunks: list[Chunk], trace: Any) -> tuple[list[Chunk], Tensor, list]:
-        """(good chunks, their logits, (sequence, error) of the others). The good ones are computed again without the
-        bad: bits do not depend on the batch, so none of them moves."""
+    def _forward(self, chunks: list[Chunk], trace: Any) -> tuple[list[Chunk], list]:
+        """(good chunks, (sequence, what was drawn or is wrong) of the others and of those that draw a token). The good
+        ones are computed again without the bad: bits do not depend on the batch, so none of them moves."""
         failed: list[tuple[Sequence, InputError]] = []
         while chunks:
-            batch = self._batch(chunks)
             try:
-                logits_LV = self.model(batch, self.cache, trace)
-                if logits_LV.is_cuda:
-                    gpu.device.check(logits_LV.device)  # now: a row found later would be taken for another batch's
-                return chunks, logits_LV, failed
+                logits_LV = self._logits(chunks, trace)
+                drawing = [chunk.sequence for chunk in chunks if chunk.completes]
+                drawn = zip(drawing, draw(drawing, logits_LV), strict=True)
+                if logits_LV.is_cuda:  # now: a row found later would be taken for another batch's
+                    gpu.device.check(logits_LV.device, sum(chunk.count for chunk in chunks))
+                return chunks, [*failed, *drawn]
             except RowError as error:
-                faults = batch.faults(error)
+                faults = self._batch(chunks).faults(error)
             failed += [(chunks[s].sequence, InputError(what)) for s, what in faults.items()]
             chunks = [chunk for s, chunk in enumerate(chunks) if s not in faults]
-        return [], torch.empty(0), failed
+        return [], failed
+
+    def _logits(self, chunks: list[Chunk], trace: Any) -> Tensor:
+        """FP32 [L, V] of the chunks that draw a token. A step of single tokens may come from a CUDA graph."""
+        if self.graphs is not None and (trace is None or trace.only_log_probs):
+            if all(c.count == 1 and c.completes for c in chunks) and all(e.capturable for e in self._experts()):
+                return self.graphs.run([chunk.sequence for chunk in chunks])
+        return self.model(self._batch(chunks).to(self.model.device), self.cache, trace)
 
     def _batch(self, chunks: list[Chunk]) -> Batch:
         """One batch of all chunks, prompts and single tokens alike; logits for those that draw a token."""
@@ -229,31 +243,9 @@ class Sampler:
 
     def _weights_stamp(self) -> WeightsStamp:
         """Another value after any change of weights or number format that can be seen without reading weights."""
-        # A layer's number format is an object of its own, which set_recipe and set_quantised replace.
-        experts = [m.experts for m in self.model.modules() if getattr(m, "experts", None) is not None]
         recipe = getattr(getattr(self.model, "recipe", None), "key", None)
-        return WeightsStamp(self.model.parameters(), experts, (self.model.weights_version, recipe))
+        return WeightsStamp(self.model.parameters(), self._experts(), (self.model.weights_version, recipe))
 
-
-def _draw(sequences: list[Sequence], logits_LV: Tensor) -> list[tuple[int, float] | InputError]:
-    """The next token of each row's sequence and its log-prob, or what is wrong with the row: it is that request's own.
-
-    The new token's position is the length of the sequence so far: with the seed it keys the noise, so that neither
-    the row nor the step matters. Log-probs go through one call a temperature.
-    """
-    drawn: list = []
-    for s, row_V in zip(sequences, logits_LV, strict=True):
-        p = s.params
-        try:
-            drawn.append(sample(row_V, p.seed, len(s.ids), p.temperature, p.top_k, p.top_p))
-        except InputError as error:
-            drawn.append(error)
-    good = [i for i, token in enumerate(drawn) if not isinstance(token, InputError)]
-    for temperature in dict.fromkeys(sequences[i].params.log_prob_temperature for i in good):
-        rows = [i for i in good if sequences[i].params.log_prob_temperature == temperature]
-        ids_L = torch.tensor([drawn[i] for i in rows], device=logits_LV.device)
-        # Refuses no row from which sample() has drawn: its largest quotient is finite, and no logit is NaN.
-        log_probs = logprob(logits_LV[rows], ids_L, temperature).tolist()
-        for i, log_prob in zip(rows, log_probs, strict=True):
-            drawn[i] = drawn[i], log_prob
-    return drawn
+    def _experts(self) -> list[Any]:
+        """Each layer's number format: an object of its own, which set_recipe and set_quantised replace."""
+        return [m.experts for m in self.model.modules() if getattr(m, "experts", None) is not None]

@@ -97,6 +97,12 @@ class Sequence:
         """Known tokens that are still to be computed: 1 for a decoding request, never 0."""
         return len(self.ids) - self.num_computed
 
+    @property
+    def next_draw(self) -> tuple[int, int, float, int, float, float]:
+        """How the next token is drawn: seed, position, temperature, top_k, top_p, temperature of its log-prob."""
+        p = self.params
+        return p.seed, len(self.ids), p.temperature, p.top_k, p.top_p, p.log_prob_temperature
+
     def finish_reason(self, token_id: int) -> str | None:
         """Why the request ends with this token as its next one; None if it goes on."""
         if token_id in self.stop_ids:

@@ -24,6 +24,7 @@ class Bf16Experts:
     """gather -> FC1 -> swiglu -> FC2, scaled by the routing weight -> combine."""
 
     backward: str = "bf16"
+    capturable = True  # in a CUDA graph, where it reads the parameters in place
 
     def __call__(self, mlp, x_TD: Tensor, plan: Plan, weights_TK: Tensor, note) -> Tensor:
         x_RD = dispatch.gather(x_TD, plan)
@@ -44,6 +45,7 @@ class QuantisedExperts:
     quantised once after each change of them that WeightsStamp sees, not once a forward.
     """
 
+    capturable = False
     recipe: Recipe
     fixed: dict[str, Nvfp4] = field(default_factory=dict)
     _made: dict[str, tuple] = field(default_factory=dict, repr=False)

@@ -3,6 +3,7 @@
 D hidden, H head size, E experts, F expert hidden, I hidden of a dense layer, V vocabulary.
 """
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -42,6 +43,11 @@ def parameter_shapes(config: Qwen3MoeConfig) -> dict[str, tuple[int, ...]]:
     if not c.tie_word_embeddings:
         shapes["lm_head.weight"] = (V, D)
     return shapes
+
+
+def parameter_bytes(config: Qwen3MoeConfig) -> int:
+    """Of all parameters, in BF16."""
+    return 2 * sum(math.prod(shape) for shape in parameter_shapes(config).values())
 
 
 def pieces(config: Qwen3MoeConfig, fused: frozenset[int] = frozenset()) -> Iterator[Piece]:

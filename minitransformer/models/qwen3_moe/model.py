@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from minitransformer.batch import Batch
+from minitransformer.devices import resolve
 from minitransformer.errors import InputError, in_layer
 from minitransformer.models.qwen3_moe import weights
 from minitransformer.models.qwen3_moe.config import Qwen3MoeConfig, inverse_frequencies
@@ -168,9 +169,9 @@ class Qwen3MoeForCausalLM(nn.Module):
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
         self.norm = Weight(config.hidden_size)
         self.lm_head = None if config.tie_word_embeddings else Weight(config.vocab_size, config.hidden_size)
-        # A plain attribute: casting the module to BF16 must not cast the table.
-        frequencies, magnitude = inverse_frequencies(config)
-        self.rope_table = rope_table(config.head_dim, config.rope_theta, config.max_positions, frequencies, magnitude)
+        with torch.device("cpu"):  # wherever the parameters are made. A plain attribute: no cast of the module casts it
+            yarn = inverse_frequencies(config)
+            self.rope_table = rope_table(config.head_dim, config.rope_theta, config.max_positions, *yarn)
         self._tables: dict[torch.device, Tensor] = {}
 
     def forward(self, batch: Batch, cache=None, trace=None, recompute: bool = False) -> Tensor:
@@ -245,12 +246,13 @@ class Qwen3MoeForCausalLM(nn.Module):
         return ExecutionSpec.of(self)
 
     @classmethod
-    def from_pretrained(cls, directory: str | os.PathLike, recipe: Recipe | str | None = None) -> "Qwen3MoeForCausalLM":
+    def from_pretrained(cls, directory: str | os.PathLike, recipe: Recipe | str | None = None, device="cpu"):
         """Loads a Hugging Face checkpoint (safetensors only), complete or not at all; InputError says what is wrong.
 
         recipe: number format of the experts (recipe.py), which beats the checkpoint's own; None keeps that.
+        device: where the parameters are made and filled, one tensor of the files at a time.
         """
-        model = weights.load(cls, directory)
+        model = weights.load(cls, directory, resolve(device))
         if recipe is not None:
             model.set_recipe(recipe)
         return model

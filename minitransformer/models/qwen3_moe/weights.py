@@ -33,15 +33,15 @@ from minitransformer.checkpoint_files import (
     write_json,
     write_sharded,
 )
+from minitransformer.devices import room_on
 from minitransformer.errors import InputError
+from minitransformer.models.qwen3_moe import layout
 from minitransformer.models.qwen3_moe.config import Qwen3MoeConfig
 from minitransformer.models.qwen3_moe.layout import EMBEDDING, HEAD, Piece, parameter_shapes, piece_shape, pieces
 from minitransformer.tokenizer import TOKENIZER_FILES, load_tokenizer
 
 # Every file that a save may write; a directory that holds others is never replaced.
-CHECKPOINT_FILES = (
-    "config.json", "generation_config.json", SINGLE, "model-*-of-*.safetensors", INDEX, *TOKENIZER_FILES,
-)  # fmt: skip
+CHECKPOINT_FILES = "config.json", "generation_config.json", SINGLE, "model-*-of-*.safetensors", INDEX, *TOKENIZER_FILES
 
 
 def read_config(directory: str | os.PathLike, quantised: bool = False) -> tuple[Qwen3MoeConfig, Mapping[str, Any]]:
@@ -68,15 +68,15 @@ def read_config(directory: str | os.PathLike, quantised: bool = False) -> tuple[
         raise InputError(f"{directory}/{error}") from None
 
 
-def load(model_class: type[nn.Module], directory: str | os.PathLike) -> nn.Module:
+def load(model_class: type[nn.Module], directory: str | os.PathLike, device: torch.device) -> nn.Module:
     """model_class(config) with the checkpoint's weights and tokenizer. Raises InputError, then there is no model."""
     from minitransformer.models.qwen3_moe import weights_nvfp4  # which builds on this file
-
     if weights_nvfp4.is_quantised(directory):
-        return weights_nvfp4.load(model_class, directory)
+        return weights_nvfp4.load(model_class, directory).to(device)
     checkpoint = _open(directory)
     tokenizer = load_tokenizer(directory, checkpoint.config.vocab_size)
-    model = model_class(checkpoint.config)
+    with room_on(device, layout.parameter_bytes(checkpoint.config), "the weights in BF16"):
+        model = model_class(checkpoint.config)
     _fill_all(_parameters(model), checkpoint)
     model.tokenizer = tokenizer
     return model
@@ -223,7 +223,7 @@ def _fill(parameter: Tensor, parts: list[Piece], files: TensorFiles) -> None:
             )
         parameter[piece.index].copy_(value)
         covered += value.numel()
-    # The pieces of a parameter are ascending and disjoint by construction, so the count proves that none is left out.
+    # Pieces are ascending and disjoint by construction, so the count proves that none is left out.
     if covered != parameter.numel():
         raise RuntimeError(f"{parts} do not cover a parameter of shape {list(parameter.shape)}")
 

@@ -62,12 +62,16 @@ def faults(home: torch.device) -> Tensor:
     return torch.full((len(FAULTS),), _NO_ROW, dtype=torch.int32, device=home)
 
 
-def check(home: torch.device) -> None:
-    """Waits for the GPU and raises RowError if a kernel met a value that its spec refuses. Nothing under capture."""
+def check(home: torch.device, rows: int = _NO_ROW) -> None:
+    """Waits for the GPU and raises RowError if a kernel met a value that its spec refuses. Nothing under capture.
+
+    rows: of the batch; those that follow are padding, which may hold anything.
+    """
     if torch.cuda.is_current_stream_capturing():
         return
-    rows = faults(home).tolist()
-    for (op, text), row in zip(FAULTS.items(), rows, strict=True):
-        if row != _NO_ROW:
-            faults(home).fill_(_NO_ROW)
+    found = faults(home).tolist()
+    if min(found) != _NO_ROW:
+        faults(home).fill_(_NO_ROW)
+    for (op, text), row in zip(FAULTS.items(), found, strict=True):
+        if row < rows:
             raise RowError(op, [row], text)

@@ -1,6 +1,10 @@
-"""sample/1 on Hopper (ops/sample.py has the spec): order and mass are integers, so the library's sort and sum serve."""
+"""sample/1 on Hopper for many rows at once (ops/sample.py has the spec), with the log-probs of what was drawn.
 
-import math
+Order and mass are integers, so the library's sort and sum serve. Nothing waits for the GPU but the last two copies.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +15,7 @@ from torch import Tensor
 from minitransformer.errors import InputError
 from minitransformer.ops import rounding
 from minitransformer.ops import sample as spec
-from minitransformer.ops.gpu import device
+from minitransformer.ops.gpu import device, logprob
 from minitransformer.ops.gpu.scalar import LOG2E, div, exp2_32
 
 _C0, _M1, _M2 = (tl.constexpr(int(c)) for c in (spec._C0, spec._M1, spec._M2))
@@ -55,49 +59,156 @@ def _mix(z):
     return z ^ (z >> 31)
 
 
-@triton.jit(do_not_specialize=["V"])
-def scores_kernel(logits_ptr, draw_ptr, out_ptr, temperature, V, BLOCK: tl.constexpr):
-    """draw: the two keys of (seed, position), int64 bits -> x + gumbel FP64 [V]."""
-    v = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    key = tl.load(draw_ptr).to(tl.uint64, bitcast=True)
-    key2 = tl.load(draw_ptr + 1).to(tl.uint64, bitcast=True)
-    h = _mix(key2 ^ _mix(key + v.to(tl.uint64) * _C0))
-    u = ((h >> 12).to(tl.int64).to(tl.float64) + _c(h, 0.5)) * _c(h, 2.0**-52)
-    x = div(tl.load(logits_ptr + v, mask=v < V, other=0.0), temperature)
-    tl.store(out_ptr + v, x.to(tl.float64) - log_64(-log_64(u)), mask=v < V)
-
-
-@triton.jit(do_not_specialize=["V"])
-def keys_kernel(logits_ptr, keys_ptr, mass_ptr, temperature, largest, V, BLOCK: tl.constexpr):
-    """int64 [V]: keys that ascend as (logit descending, id ascending), and integer masses."""
-    v = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits_ptr + v, mask=v < V, other=0.0)
+@triton.jit
+def _order(x):
+    """int32 that ascends as FP32 x does, with -0 equal to +0."""
     u = (x + 0.0).to(tl.int32, bitcast=True)  # -0 + 0 is +0
     # As a signed integer a positive float ascends by itself, a negative one with its magnitude flipped.
-    ascending = tl.where(u < 0, u ^ 0x7FFFFFFF, u).to(tl.int64)
-    tl.store(keys_ptr + v, ((-1 - ascending) << 32) | v.to(tl.int64), mask=v < V)
-    p = exp2_32((div(x, temperature) - largest) * LOG2E)
-    tl.store(mass_ptr + v, (p * 1099511627776.0).to(tl.int64), mask=v < V)
+    return tl.where(u < 0, u ^ 0x7FFFFFFF, u)
 
 
-def _first(values: Tensor, ids: Tensor) -> int:
-    """The lowest id among those of the largest value."""
-    return int(ids[values == values.max()].min())
+@triton.jit
+def _key(x, v):
+    """int64 that ascends as (logit descending, id ascending)."""
+    return ((-1 - _order(x).to(tl.int64)) << 32) | v.to(tl.int64)
 
 
-def _kept(logits: Tensor, t: np.float32, largest: np.float32, top_k: int, top_p: float) -> Tensor:
-    """The ids that top_k and top_p keep, int64, in order of their keys."""
-    V = logits.numel()
-    keys, mass = (torch.empty(V, dtype=torch.int64, device=logits.device) for _ in range(2))
-    keys_kernel[(triton.cdiv(V, 1024),)](logits, keys, mass, float(t), float(largest), V, 1024, **device.ROWS)
-    ids = torch.sort(keys).values & 0xFFFFFFFF
-    if 0 < top_k < V:
-        ids = ids[:top_k]
-    if top_p < 1:
-        reached = mass[ids].cumsum(0)
-        need = reached[-1].double() * float(top_p)
-        ids = ids[: int((reached.double() < need).sum()) + 1]
-    return ids
+@triton.jit(do_not_specialize=["V"])
+def best_kernel(
+    logits_ptr, draws_ptr, temperatures_ptr, last_ptr, score_ptr, id_ptr, top_ptr, V,
+    BLOCK: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """Program (block, row): its largest score FP64 and logit FP32, and the lowest id of that score, each [L, blocks].
+
+    draws [L, 2]: the two keys of (seed, position), int64 bits; temperature 0: greedy; last [L]: the largest key kept.
+    """
+    block, row = tl.program_id(0), tl.program_id(1)
+    v = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits_ptr + row.to(tl.int64) * V + v, mask=v < V, other=float("-inf"))
+    t = tl.load(temperatures_ptr + row)
+    key = tl.load(draws_ptr + 2 * row).to(tl.uint64, bitcast=True)
+    key2 = tl.load(draws_ptr + 2 * row + 1).to(tl.uint64, bitcast=True)
+    h = _mix(key2 ^ _mix(key + v.to(tl.uint64) * _C0))
+    u = ((h >> 12).to(tl.int64).to(tl.float64) + _c(h, 0.5)) * _c(h, 2.0**-52)
+    noisy = div(x, tl.where(t == 0.0, 1.0, t)).to(tl.float64) - log_64(-log_64(u))
+    score = tl.where(t == 0.0, x.to(tl.float64), noisy)
+    inside = v < V
+    if CUT:
+        inside = inside & (_key(x, v) <= tl.load(last_ptr + row))
+    score = tl.where(inside & (x == x), score, float("-inf"))
+    best = tl.max(score, 0)
+    at = row * tl.num_programs(0) + block
+    tl.store(score_ptr + at, best)
+    tl.store(id_ptr + at, tl.min(tl.where(inside & (score == best), v, 0x7FFFFFFF), 0))
+    # +infinity stands for a NaN too: both are refused.
+    tl.store(top_ptr + at, tl.max(tl.where(x == x, x, float("inf")), 0))
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def pick_kernel(score_ptr, id_ptr, top_ptr, temperatures_ptr, out_ptr, blocks, PADDED: tl.constexpr):
+    """Program row: its id int64, or -1: a NaN or no finite maximum, -2: the temperature makes the maximum overflow."""
+    row, i = tl.program_id(0), tl.arange(0, PADDED)
+    at = row * blocks + i
+    score = tl.load(score_ptr + at, mask=i < blocks, other=float("-inf"))
+    best = tl.max(score, 0)
+    ids = tl.load(id_ptr + at, mask=i < blocks, other=0x7FFFFFFF)
+    chosen = tl.min(tl.where(score == best, ids, 0x7FFFFFFF), 0)
+    top, t = tl.max(tl.load(top_ptr + at, mask=i < blocks, other=float("-inf")), 0), tl.load(temperatures_ptr + row)
+    infinite = float("inf")
+    over = tl.abs(div(top, tl.where(t == 0.0, 1.0, t))) == infinite
+    chosen = tl.where(tl.abs(top) == infinite, -1, tl.where(over, -2, chosen))
+    tl.store(out_ptr + row, chosen.to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["V"])
+def keys_kernel(logits_ptr, temperatures_ptr, tops_ptr, keys_ptr, mass_ptr, V, BLOCK: tl.constexpr):
+    """Program (block, row): keys and integer masses, int64 [L, V]; tops [L]: the rows' largest logits."""
+    row = tl.program_id(1)
+    v = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = row.to(tl.int64) * V + v
+    x = tl.load(logits_ptr + at, mask=v < V, other=0.0)
+    t, top = tl.load(temperatures_ptr + row), tl.load(tops_ptr + row)
+    tl.store(keys_ptr + at, _key(x, v), mask=v < V)
+    p = exp2_32((div(x, t) - div(top, t)) * LOG2E)
+    tl.store(mass_ptr + at, (p * 1099511627776.0).to(tl.int64), mask=v < V)
+
+
+class Draw(NamedTuple):
+    """How one row is drawn (ops/sample.py), and at which temperature its log-prob is taken."""
+
+    seed: int
+    position: int
+    temperature: float
+    top_k: int
+    top_p: float
+    log_prob_temperature: float
+
+
+BLOCK = 1024
+CUT_ROWS = 32  # rows that are sorted at a time: seven int64 [rows, V] are alive then
+_ALL = 2**63 - 1
+
+
+def _last_kept(logits_LV: Tensor, t_L: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """int64 [L]: the largest key that top_k and top_p keep of each row."""
+    L, V = logits_LV.shape
+    keys, mass = (torch.empty(L, V, dtype=torch.int64, device=logits_LV.device) for _ in range(2))
+    keys_kernel[(triton.cdiv(V, BLOCK), L)](logits_LV, t_L, logits_LV.amax(1), keys, mass, V, BLOCK, **device.ROWS)
+    keys = torch.sort(keys).values
+    most = _on(logits_LV, [min(d.top_k or V, V) for d in draws], torch.int64)[:, None]
+    share = _on(logits_LV, [d.top_p for d in draws], torch.float64)[:, None]
+    reached = mass.gather(1, keys & 0xFFFFFFFF).cumsum(1)
+    need = reached.gather(1, most - 1).double() * share
+    # The first place that reaches the share; a share of 1 keeps all that top_k kept.
+    place = torch.where(share < 1, (reached.double() < need).sum(1, keepdim=True), most - 1)
+    return keys.gather(1, torch.minimum(place, most - 1))[:, 0]
+
+
+def _on(like: Tensor, values: Sequence, dtype: torch.dtype) -> Tensor:
+    """Small host values on the GPU, without waiting for it."""
+    return torch.tensor(values, dtype=dtype).pin_memory().to(like.device, non_blocking=True)
+
+
+def choose(logits_LV: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
+    """Contiguous FP32 [L, V] -> (ids int64 [L], or -1 and -2 as in pick_kernel; FP32 [L, blocks] maxima of logits)."""
+    (L, V), home = logits_LV.shape, logits_LV.device
+    keys = [spec.draw_keys(np.uint64(d.seed % 2**64), np.uint64(d.position)) for d in draws]
+    keys = _on(logits_LV, np.array(keys, np.uint64).view(np.int64).tolist(), torch.int64)
+    t = _on(logits_LV, [d.temperature for d in draws], torch.float32)
+    cut = [i for i, d in enumerate(draws) if d.temperature > 0 and (d.top_k or d.top_p < 1)]
+    blocks = triton.cdiv(V, BLOCK)
+    kinds = torch.float64, torch.int32, torch.float32
+    score, id_, top = (torch.empty(L, blocks, dtype=kind, device=home) for kind in kinds)
+    out, last = torch.empty(L, dtype=torch.int64, device=home), keys
+    with torch.cuda.device(home):
+        if cut:
+            last = torch.full((L,), _ALL, dtype=torch.int64, device=home)
+        for begin in range(0, len(cut), CUT_ROWS):
+            some = cut[begin : begin + CUT_ROWS]
+            rows = _on(logits_LV, some, torch.int64)
+            last[rows] = _last_kept(logits_LV[rows], t[rows], [draws[i] for i in some])
+        best_kernel[(blocks, L)](logits_LV, keys, t, last, score, id_, top, V, BLOCK, bool(cut), **device.ROWS)
+        pick_kernel[(L,)](score, id_, top, t, out, blocks, triton.next_power_of_2(blocks), **device.ROWS)
+    return out, top
+
+
+def _refusal(code: int, draw: Draw) -> InputError:
+    where = f"sample: the logits for position {draw.position}"
+    if code == -1:
+        return InputError(f"{where} have a NaN or no finite maximum")
+    return InputError(f"{where} overflow at temperature {draw.temperature}; raise it")
+
+
+def draw(logits_LV: Tensor, draws: Sequence[Draw]) -> list[tuple[int, float] | InputError]:
+    """Each row's id and its log-prob, or what sample() would have raised for the row; options are not checked here."""
+    home = logits_LV.device
+    (logits,) = device.take("sample", home, torch.float32, logits_LV)
+    if len(draws) == 0:
+        return []
+    ids, tops = choose(logits, draws)
+    log_probs = logprob.of_rows(logits, ids, _on(logits, [d.log_prob_temperature for d in draws], torch.float32), tops)
+    rows = zip(ids.tolist(), log_probs[0].tolist(), draws, strict=True)
+    return [(token, log_prob) if token >= 0 else _refusal(token, d) for token, log_prob, d in rows]
 
 
 def sample(logits_V: Tensor, seed: int, position: int, temperature: float, top_k: int, top_p: float) -> int:
@@ -105,24 +216,9 @@ def sample(logits_V: Tensor, seed: int, position: int, temperature: float, top_k
     (logits,) = device.take("sample", home, torch.float32, logits_V)
     if logits.dim() != 1 or logits.numel() == 0:
         raise ValueError(f"sample: logits are {tuple(logits.shape)}, expected [V]")
+    one = Draw(seed, position, temperature, top_k, top_p, 1.0)
+    token = int(choose(logits[None], [one])[0])
     device.check(home)
-    top, V = logits.max().item(), logits.numel()  # a NaN is the maximum to torch
-    if not math.isfinite(top):
-        raise InputError(f"sample: the logits for position {position} have a NaN or no finite maximum")
-    if temperature == 0:
-        return _first(logits, torch.arange(V, device=home))
-    t = np.float32(temperature)
-    with np.errstate(over="ignore"):
-        m = np.float32(top) / t
-    if not np.isfinite(m):
-        raise InputError(f"sample: the logits for position {position} overflow at temperature {temperature}; raise it")
-    draw = np.array(spec.draw_keys(np.uint64(seed % 2**64), np.uint64(position)), np.uint64).view(np.int64)
-    scores = torch.empty(V, dtype=torch.float64, device=home)
-    with torch.cuda.device(home):
-        scores_kernel[(triton.cdiv(V, 256),)](
-            logits, torch.from_numpy(draw).to(home), scores, float(t), V, 256, **device.ROWS
-        )
-        if top_k or top_p < 1:
-            kept = _kept(logits, t, m, top_k, top_p)
-            return _first(scores[kept], kept)
-    return _first(scores, torch.arange(V, device=home))
+    if token < 0:
+        raise _refusal(token, one)
+    return token
