@@ -196,13 +196,12 @@ class Learner:
     def _log_probs(self, one: Pack, temperatures: Sequence[float], trace=None) -> Tensor:
         if not torch.is_grad_enabled() and (trace is None or not trace.wants("logits")):
             return in_chunks(self.model, one, temperatures, trace, logprob)
-        batch, ids_L = one.batch.to(self.model.device), one.target_ids_L.to(self.model.device)
         with one.naming_rows():
-            logits_LV = self.model(batch, trace=trace, recompute=self.recompute and torch.is_grad_enabled())
+            logits_LV = self.model(one.batch, trace=trace, recompute=self.recompute and torch.is_grad_enabled())
             if logits_LV.is_cuda:
                 gpu.device.check(logits_LV.device)  # now: rows found later would be taken for rows of the logits
         log_probs = []
-        rows = zip(_split_rows(logits_LV, one.bounds), _split_rows(ids_L, one.bounds), strict=True)
+        rows = zip(_split_rows(logits_LV, one.bounds), _split_rows(one.target_ids_L, one.bounds), strict=True)
         # logprob takes one temperature; its rows are independent, so a call a sequence has the bits of one call.
         for s, first, row in zip(one.sequences, one.bounds[:-1], rows, strict=True):
             with one.naming_rows(first):

@@ -16,7 +16,7 @@ CHUNK_BYTES = 1 << 28
 @torch.no_grad()
 def in_chunks(model: Any, one: Pack, temperatures: Sequence[float], trace: Any, logprob: Callable) -> Tensor:
     """FP32 [L] of the pack's targets; temperatures: of all the caller's sequences. InputError names a refused row."""
-    batch, ids_L = one.batch.to(model.device), one.target_ids_L.to(model.device)
+    batch, ids_L = one.batch, one.target_ids_L
     with one.naming_rows():
         h_TD = model.hidden(batch) if trace is None else model.hidden(batch, note=trace.bind(batch))
         if h_TD.is_cuda:
