@@ -37,7 +37,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--format",
         default="modelopt",
         choices=("modelopt", "compressed-tensors"),
-        help="file layout: modelopt (default; SGLang, TensorRT-LLM, vLLM) or compressed-tensors (vLLM)",
+        help="file layout: modelopt (default; SGLang, TensorRT-LLM, vLLM) or compressed-tensors (SGLang, vLLM)",
     )
     command.add_argument(
         "--layers",
