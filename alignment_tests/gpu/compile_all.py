@@ -17,10 +17,12 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from alignment_tests.gpu import backward_cases
 from alignment_tests.gpu.row_cases import rows
-from minitransformer.ops.gpu import attention, device, grouped_linear, linear
+from minitransformer.ops.gpu import attention, attention_decode, attention_prefill, device, grouped_linear, linear
 
 HOPPER = GPUTarget("cuda", 90, 32)
 
@@ -48,7 +50,7 @@ class Case:
             if not kind.endswith("!") and not kind.startswith(("tensordesc", "fp32"))
         }
         constants = dict(zip(names[len(self.types) :], self.constants, strict=True))
-        source = ASTSource(self.kernel, signature, constants, aligned)
+        source = (GluonASTSource if self.kernel.is_gluon() else ASTSource)(self.kernel, signature, constants, aligned)
         options = {"num_warps": self.warps, "num_stages": self.stages, **dict(self.flags)}
         return triton.compile(source, target=target, options=options)
 
@@ -77,18 +79,47 @@ def _grouped_linear() -> Iterator[Case]:
             yield Case(name, grouped_linear.grouped_kernel, types, constants, tile.warps, tile.stages)
 
 
+ATTENTION = (
+    "*bf16", "*bf16", "*bf16", "*i64", "*i64", "*i32", "*bf16", "*fp32", "*fp32", "*fp32", "fp32", "i32!", "i32", "i32!",
+    "i32",
+)  # fmt: skip
+
+
 def _attention() -> Iterator[Case]:
-    pointers = ("*bf16", "*bf16", "*bf16", "*i64", "*i64", "*i32", "*bf16", "*fp32", "*fp32")
-    types = (*pointers, "fp32", "i32!", "i32", "i32!")
-    for schedule in attention.CANDIDATES:
-        shapes = [(8, 128, 128)]
-        if schedule in {attention.choose(longest, 3, flat) for longest in (1, 512) for flat in (False, True)}:
-            shapes += [(3, 64, 64), (2, 48, 64)]
-        for group, head, width in shapes:
-            for contiguous in (False, True):
-                constants = (group, head, width, schedule.rows, attention.KEY_TILE, contiguous)
-                name = f"attention {'packed' if contiguous else 'paged'} {head} {schedule}"
-                yield Case(name, attention.attention_kernel, types, constants, schedule.warps, schedule.stages)
+    chosen = {attention.choose(longest, 3, 48, flat) for longest in (1, 512) for flat in (False, True)}
+    for schedule in (s for s in attention.CANDIDATES if isinstance(s, attention.Schedule)):
+        for group, head, width in [(8, 128, 128), *([(3, 64, 64), (2, 48, 64)] if schedule in chosen else [])]:
+            for kind, contiguous, split in (("paged", False, False), ("split", False, True), ("packed", True, False)):
+                constants = (
+                    group, head, width, schedule.rows, attention.KEY_TILE, attention.SEGMENT, contiguous, split,
+                )  # fmt: skip
+                name = f"attention {kind} {head} {schedule}"
+                yield Case(name, attention.attention_kernel, ATTENTION, constants, schedule.warps, schedule.stages)
+
+
+def _attention_rings() -> Iterator[Case]:
+    for schedule in (s for s in attention.CANDIDATES if not isinstance(s, attention.Schedule)):
+        for group, head in ((8, 128), (3, 64)):
+            name = f"attention {head} {schedule}"
+            if isinstance(schedule, attention.Decode):
+                for split in (False, True):
+                    constants = (group, head, attention.KEY_TILE, attention.SEGMENT, schedule.tiles, split)
+                    split_name = f"{name}{' split' if split else ''}"
+                    yield Case(split_name, attention_decode.decode_kernel, ATTENTION, constants, schedule.tiles, 1)
+            else:
+                layout = gl.NVMMASharedLayout.get_default_for([attention.KEY_TILE, head], gl.bfloat16)
+                keys = f"tensordesc<bf16[{attention.KEY_TILE}, {head}],{layout!r}>"
+                types = ("*bf16", keys, keys, "*i64", "*i32", "*i32", "*bf16", "*fp32", "*fp32", "fp32", "i32!", "i32!",
+                         "i32!")  # fmt: skip
+                flags = (*device.STRICT.items(), ("maxnreg", 168))
+                constants = (group, attention.SEGMENT, *schedule)
+                yield Case(name, attention_prefill.prefill_kernel, types, constants, 4, 1, flags)
+
+
+def _fold() -> Iterator[Case]:
+    types = ("*fp32", "*fp32", "*fp32", "*i64", "*bf16", "*fp32", "*fp32", "i32!", "i32")
+    for head, width in ((128, 128), (64, 64), (48, 64)):
+        yield Case(f"fold {head}", attention.fold_kernel, types, (head, width, attention.SEGMENT, 16), 1, 3)
 
 
 def row_cases() -> list[Case]:
@@ -97,7 +128,10 @@ def row_cases() -> list[Case]:
 
 
 def tensor_core_cases() -> list[Case]:
-    return [*_linear(), *_grouped_linear(), *_attention(), *(Case(*case) for case in backward_cases.products())]
+    return [
+        *_linear(), *_grouped_linear(), *_attention(), *_attention_rings(), *_fold(),
+        *(Case(*case) for case in backward_cases.products()),
+    ]  # fmt: skip
 
 
 def cases() -> list[Case]:

@@ -92,10 +92,10 @@ def qkv(tokens: int, heads: int, kv_heads: int, width: int, seed: int, scale: fl
 HEADS = [(8, 1, 128), (32, 4, 64), (9, 3, 64), (2, 2, 48), (14, 2, 16)]
 
 
-def schedules(heads: int, kv_heads: int, width: int) -> list:
+def schedules(heads: int, kv_heads: int, width: int, longest: int) -> list:
     """Every schedule for two of the shapes (each is a compilation of seconds), the chosen one alone for the others."""
     every = gpu.attention.CANDIDATES if (heads, kv_heads, width) in (HEADS[0], HEADS[2]) else ()
-    return [s for s in every if s.rows >= heads // kv_heads]
+    return [s for s in every if gpu.attention.fits(s, longest, heads // kv_heads, width)]
 
 
 @pytest.mark.parametrize("scale", [0.25, 1.0, 8.0])
@@ -107,7 +107,7 @@ def test_attention_packed(heads, kv_heads, width, scale):
     want = attention.forward(q, k, v, batch)
     q, k, v, batch = q.cuda(), k.cuda(), v.cuda(), batch.to("cuda")
     agree(attention.forward(q, k, v, batch), want, "chosen schedule")
-    for schedule in schedules(heads, kv_heads, width):
+    for schedule in schedules(heads, kv_heads, width, max(lengths)):
         agree(gpu.attention.forward(q, k, v, batch, schedule), want, str(schedule))
 
 
@@ -139,16 +139,35 @@ def test_attention_paged_equals_packed(heads, kv_heads, width, page):
         args = q[rows].cuda(), store_k.cuda(), store_v.cuda(), batch.to("cuda")
         want = [x[rows] for x in whole]
         agree(attention.forward(*args), want, f"last {chunk}")
-        for schedule in schedules(heads, kv_heads, width) if page == 16 else ():
+        for schedule in schedules(heads, kv_heads, width, min(chunk, max(lengths))) if page == 16 else ():
             agree(gpu.attention.forward(*args, schedule), want, f"last {chunk} {schedule}")
 
 
-def test_attention_over_a_long_prefix():
-    tokens, queries = 4100, 5
-    q, k, v = qkv(tokens, 8, 1, 128, seed=40)
-    store_k, store_v, batch = paged(k, v, [0], [tokens - queries], [tokens], 16, seed=41)
-    want = attention.forward(q[-queries:], store_k, store_v, batch)
-    agree(attention.forward(q[-queries:].cuda(), store_k.cuda(), store_v.cuda(), batch.to("cuda")), want, "long prefix")
+@pytest.mark.parametrize("queries", [1, 2, 5, 100])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [HEADS[0], HEADS[2], HEADS[3]])
+def test_attention_over_segments(heads, kv_heads, width, queries):
+    """Prefixes that end beside the bounds of segments of 1024 keys, in one batch."""
+    lengths = [n for n in (1023, 1024, 1025, 1088, 2048, 3500, 40) if n >= queries]
+    bounds = list(itertools.accumulate(lengths, initial=0))
+    q, k, v = qkv(sum(lengths), heads, kv_heads, width, seed=40)
+    starts = [n - queries for n in lengths]
+    rows = torch.cat([torch.arange(b + a, b + n) for b, a, n in zip(bounds, starts, lengths, strict=False)])
+    store_k, store_v, batch = paged(k, v, bounds, starts, lengths, 16, seed=41)
+    want = attention.forward(q[rows], store_k, store_v, batch)
+    args = q[rows].cuda(), store_k.cuda(), store_v.cuda(), batch.to("cuda")
+    agree(attention.forward(*args), want, "chosen schedule")
+    for schedule in schedules(heads, kv_heads, width, queries):
+        agree(gpu.attention.forward(*args, schedule), want, str(schedule))
+
+
+def test_attention_of_a_packed_batch_over_segments():
+    lengths = [1500, 3, 2100]
+    q, k, v = qkv(sum(lengths), 8, 1, 128, seed=45)
+    batch = Batch.packed([[0] * n for n in lengths])
+    want = attention.forward(q, k, v, batch)
+    q, k, v, batch = q.cuda(), k.cuda(), v.cuda(), batch.to("cuda")
+    for schedule in schedules(8, 1, 128, max(lengths)):
+        agree(gpu.attention.forward(q, k, v, batch, schedule), want, str(schedule))
 
 
 def test_repeats():

@@ -19,6 +19,7 @@ ALLOWED = {
     # div.rn is the IEEE divide at the end; ex2.approx.ftz is exp2_hw of rounding.py.
     "attention": PLAIN | {"div.rn.f32", "ex2.approx.ftz.f32"},
     "backward": PLAIN | {"ex2.approx.ftz.f32"},
+    "fold": PLAIN | {"div.rn.f32", "ex2.approx.ftz.f32"},
 }
 CONVERSIONS = {"cvt.rn.bf16x2.f32", "cvt.rn.bf16.f32", "cvt.f32.bf16"}
 SHARED_LIMIT = 232448  # bytes of shared memory that a CTA of Hopper may have
@@ -46,11 +47,13 @@ def test_compiles_to_the_arithmetic_of_the_spec(case: Case):
     ptx, layouts = compiled.asm["ptx"], compiled.asm["ttgir"]
     ours = {op for op in float_operations(ptx) if not op.startswith(("mma.", "wgmma."))}
     assert ours <= ALLOWED[case.name.split()[0]] | CONVERSIONS, f"unexpected arithmetic {ours}"
-    assert re.search(r"\b(wgmma\.mma_async|mma)\.sync\.aligned\.m\d+n\d+k16\S*\.f32\.bf16\.bf16", ptx), "no tensor core"
+    assert case.name.startswith("fold") or re.search(
+        r"\b(wgmma\.mma_async|mma)\.sync\.aligned\.m\d+n\d+k16\S*\.f32\.bf16\.bf16", ptx
+    ), "no tensor core"
     assert compiled.metadata.shared <= SHARED_LIMIT
     # Another kWidth would give a step of the chain other elements than 16 consecutive ones.
     assert set(re.findall(r"kWidth = (\d+)", layouts)) <= {"2"}
-    if case.name.startswith("attention"):
+    if case.kernel is attention.attention_kernel:
         # tl.sum is the quad sum only while a row belongs to one warp.
         assert set(re.findall(r"warpsPerCTA = \[(\d+, \d+)\], instrShape", layouts)) == {f"{case.warps}, 1"}
     if "swap=True" in case.name and "linear" in case.name:
@@ -78,20 +81,24 @@ def test_row_operator_compiles_elsewhere(case: Case, capability: int):
     assert ".ftz" not in ptx
 
 
-@pytest.mark.parametrize("longest", [1, 8, 512])
-def test_the_chosen_attention_schedules_do_not_spill(longest):
-    for kind in ("paged", "packed"):
-        schedule = attention.choose(longest, 8, kind == "packed")
-        (case,) = (c for c in tensor_core_cases() if c.name == f"attention {kind} 128 {schedule}")
+@pytest.mark.parametrize("longest", [1, 2, 8, 512])
+@pytest.mark.parametrize(("group", "head"), [(8, 128), (3, 64), (2, 48)])
+def test_the_chosen_attention_schedules_do_not_spill(longest, group, head):
+    chosen = {attention.choose(longest, group, head, flat) for flat in (False, True)}
+    cases = [c for c in tensor_core_cases() if any(c.name.startswith("attention") and str(s) in c.name for s in chosen)]
+    cases = [c for c in cases if f" {head} " in c.name]
+    assert len(cases) >= len(chosen)
+    for case in cases:
         assert " 0 B stack" in resources(case.compile()), case.name
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 16])
 @pytest.mark.parametrize("longest", [1, 2, 5, 9, 17, 300])
-@pytest.mark.parametrize("contiguous", [False, True])
-def test_a_row_belongs_to_one_warp(longest, group, contiguous):
-    schedule = attention.choose(longest, group, contiguous)
-    assert schedule.warps * 16 <= schedule.rows and group <= schedule.rows
+@pytest.mark.parametrize("head", [16, 48, 64, 128])
+def test_the_chosen_attention_schedules_fit(longest, group, head):
+    for contiguous in (False, True):
+        schedule = attention.choose(longest, group, head, contiguous)
+        assert schedule in attention.CANDIDATES and attention.fits(schedule, longest, group, head)
 
 
 @pytest.mark.parametrize(("N", "K"), [(5120, 2048), (2048, 4096), (128, 2048), (2048, 768), (151936, 2048), (7, 9)])

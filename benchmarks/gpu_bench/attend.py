@@ -14,7 +14,10 @@ from minitransformer.ops import attention, gpu
 BF16 = torch.bfloat16
 HEADS, KV_HEADS, WIDTH, PAGE = 32, 4, 128, 16
 PREFILL = ((4, 4096), (2, 8192), (1, 16384))
-DECODE = ((1, 1024), (1, 8192), (1, 32768), (16, 1024), (16, 8192), (64, 1024), (64, 8192), (256, 1024), (256, 8192))
+DECODE = (
+    (1, 1024), (1, 8192), (1, 32768), (4, 1024), (4, 8192), (4, 32768), (16, 1024), (16, 8192), (16, 32768),
+    (64, 1024), (64, 8192), (256, 1024), (256, 8192),
+)  # fmt: skip
 
 
 def _paged(sequences: int, length: int, queries: int) -> tuple[Batch, int]:
@@ -54,9 +57,11 @@ def _measure(batch: Batch, q, k, v) -> dict:
     on = batch.to("cuda")
     o = attention.forward(q, k, v, on)[0]
     longest = max(b - a for a, b in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False))
-    tiles = [s for s in gpu.attention.CANDIDATES if s.rows <= max(64, 2 * longest * HEADS // KV_HEADS)]
-    if longest > 1:
-        tiles = [s for s in tiles if s.rows >= 64]
+    tiles = [s for s in gpu.attention.CANDIDATES if gpu.attention.fits(s, longest, HEADS // KV_HEADS, WIDTH)]
+    if longest > 1:  # tiles of few rows are for few queries, the ring of long prompts for many
+        tiles = [s for s in tiles if not isinstance(s, gpu.attention.Schedule) or s.rows >= 64]
+    else:
+        tiles = [s for s in tiles if not isinstance(s, gpu.attention.Prefill)]
     times = schedules(
         tiles,
         lambda s: gpu.attention.forward(q, k, v, on, s)[0],

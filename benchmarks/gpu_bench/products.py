@@ -22,15 +22,20 @@ def differing(a: torch.Tensor, b: torch.Tensor) -> int:
     return int((a.view(torch.int16) != b.view(torch.int16)).sum())
 
 
+def name(tile) -> str:
+    kind = type(tile).__name__
+    return ("" if kind in ("Tile", "Schedule") else kind) + str(tuple(tile))
+
+
 def schedules(tiles, run, want, calls_of) -> dict[str, float | str]:
     """Milliseconds of each schedule that has the bits of `want`; of the others, what is wrong."""
     times = {}
     for tile in tiles:
         try:
             wrong = differing(run(tile), want)
-            times[str(tuple(tile))] = f"{wrong} wrong" if wrong else median_ms(calls_of(tile))
+            times[name(tile)] = f"{wrong} wrong" if wrong else median_ms(calls_of(tile))
         except Exception as error:  # a tile that does not fit the machine is a finding, not the end of the run
-            times[str(tuple(tile))] = f"{type(error).__name__}: {str(error)[:80]}"
+            times[name(tile)] = f"{type(error).__name__}: {str(error)[:80]}"
     return times
 
 

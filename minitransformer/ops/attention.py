@@ -1,24 +1,34 @@
-"""Execution spec attention/1: causal grouped-query attention over one key/value store, packed or paged.
+"""Execution spec attention/2: causal grouped-query attention over one key/value store, packed or paged.
 
 A query at absolute position i of its sequence sees the keys at positions 0..i. key_rows (batch.py) says in which row
 of the store each position lives; that is the only difference between packed and paged. Keys are visited in tiles of 64
 absolute positions (0..63, 64..127, ...), ascending, so a query's bits know nothing of chunks, pages, packing or its
-neighbours. head h of N reads key/value head h // (N / G). Per query row, with scale = FP32(H^-0.5 * log2 e):
+neighbours. head h of N reads key/value head h // (N / G). Per query row, with scale = FP32(H^-0.5 * log2 e), in each
+segment of 1024 absolute positions (0..1023, 1024..2047, ...) from
 
     m = -1e30, l = +0, acc = +0                                        FP32
+
+over the segment's tiles
     s  = fl(chain over h of q * k, times scale)                        -infinity where the key is masked
     m' = max(m, max over the tile of s)
     p  = exp2_hw(fl(s - m')), a = exp2_hw(fl(m - m'))                  rounding.py; p FP32, 0 where masked
     l  = fl(fl(l * a) + quad_sum(p))                                   of the unrounded p, masked columns included as 0
     acc = chain over the tile's keys of bf16(p) * v, started from fl(acc * a)
     m  = m'
-    o  = bf16(acc / l)                                                 IEEE divide
 
-A tile that is masked whole changes nothing. The key range is never split. K and V must be finite, which is not checked
-here: 0 * infinity in the masked part of a tile is NaN, and the router refuses the rows that follow.
-The same as a plain Triton kernel on an H200 for any BLOCK_M (known answer: alignment_tests/goldens).
+and the segments' m, l, acc are folded in ascending order, from the first one's as they are:
 
-Backward (packed batches), from the saved m and l; u = FP32(H^-0.5):
+    M' = max(M, m), A = exp2_hw(fl(M - M')), a = exp2_hw(fl(m - M'))
+    L  = fl(fl(L * A) + fl(l * a)), the same for acc; M = M'
+    o  = bf16(ACC / L)                                                 IEEE divide
+
+A tile or segment that is masked whole changes nothing. The segments are what few queries with many keys are spread over
+the GPU by; they lie at fixed positions, so no batch, chunk or page can move them. Up to 1024 keys this is attention/1,
+the same as a plain Triton kernel on an H200 for any BLOCK_M (known answer: alignment_tests/goldens). K and V must be
+finite, which is not checked here: 0 * infinity in the masked part of a tile is NaN, and the router refuses the rows
+that follow.
+
+Backward (packed batches), from the saved M and L, called m and l; u = FP32(H^-0.5):
     p  = fl(exp2_hw(fl(s - m)) * fl(1 / l)), delta = lane sum over h of fl(dO * O), dP = chain over h of dO * V
     dS = bf16(fl(p * fl(dP - delta)))
     dQ = bf16(fl(u * chain over keys ascending of dS * K))
@@ -51,8 +61,9 @@ from minitransformer.ops.mma import (
 )
 from minitransformer.ops.rounding import bf16_to_f32, ex2_table, exp2_hw, f32_to_bf16, lane_sum, quad_sum
 
-SPEC = "attention/1"
+SPEC = "attention/2"
 KEY_TILE = 64
+SEGMENT = 1024
 _M_START = np.float32(-1e30)
 
 
@@ -72,6 +83,16 @@ def _softmax_row(s, visible, m, l, scale, table, p_bits):
         p_bits[j] = f32_to_bf16(s[j])
     shrink = exp2_hw(m - top, table)
     return top, l * shrink + quad_sum(s), shrink
+
+
+@jit
+def _fold_row(m, l, acc, m_all, l_all, acc_all, table):
+    """One row of one segment, m, l and acc [H], into the row of the segments before; acc_all in place."""
+    top = max(m_all, m)
+    old, new = exp2_hw(m_all - top, table), exp2_hw(m - top, table)
+    for h in range(acc.size):
+        acc_all[h] = acc_all[h] * old + acc[h] * new
+    return top, l_all * old + l * new
 
 
 @jit
@@ -98,7 +119,11 @@ def _attend_block(q, rows_q, positions, k, v, key_rows, head, scale, table, out,
     tile, s = np.empty((KEY_TILE, width), np.uint16), np.empty((rows, KEY_TILE), np.float32)
     m, l = np.full(rows, _M_START, np.float32), np.zeros(rows, np.float32)
     acc = np.zeros((rows, width), np.float32)
-    for j0 in range(0, positions[rows_q[rows - 1, 0]] + 1, KEY_TILE):
+    m_all, l_all, acc_all = m.copy(), l.copy(), acc.copy()
+    keys = positions[rows_q[rows - 1, 0]] + 1
+    for j0 in range(0, keys, KEY_TILE):
+        if j0 % SEGMENT == 0:
+            m[:], l[:], acc[:] = _M_START, np.float32(0), np.float32(0)
         tile_rows = key_rows[j0 : min(j0 + KEY_TILE, key_rows.size)]
         _load_tile(k, tile_rows, head, tile)
         for n0 in range(0, KEY_TILE, COLUMNS):
@@ -120,11 +145,15 @@ def _attend_block(q, rows_q, positions, k, v, key_rows, head, scale, table, out,
                 if positions[rows_q[i, 0]] >= j0:  # a wholly masked tile changes nothing
                     for j in range(min(COLUMNS, width - n0)):
                         acc[i, n0 + j] = work[3][i, j]
+        if (j0 + KEY_TILE) % SEGMENT == 0 or j0 + KEY_TILE >= keys:
+            for i in range(rows):
+                if positions[rows_q[i, 0]] >= j0 // SEGMENT * SEGMENT:
+                    m_all[i], l_all[i] = _fold_row(m[i], l[i], acc[i], m_all[i], l_all[i], acc_all[i], table)
     for i in range(rows):
         t, n = rows_q[i]
-        m_out[t, n], l_out[t, n] = m[i], l[i]
+        m_out[t, n], l_out[t, n] = m_all[i], l_all[i]
         for h in range(width):
-            out[t, n, h] = f32_to_bf16(acc[i, h] / l[i])
+            out[t, n, h] = f32_to_bf16(acc_all[i, h] / l_all[i])
 
 
 @jit
@@ -222,9 +251,7 @@ def backward(do_TNH, q_TNH, k_TGH, v_TGH, o_TNH, m_TN, l_TN, batch: Batch) -> tu
             h = slice(g * group, (g + 1) * group)
             k_g, v_g = np.ascontiguousarray(k[t, g]), np.ascontiguousarray(v[t, g])
             m, l = m_TN.numpy()[t, h], l_TN.numpy()[t, h]
-            dq[t, h], dk[t, g], dv[t, g] = _backward_group(
-                do[t, h], q[t, h], k_g, v_g, o[t, h], m, l, _scale(width)
-            )
+            dq[t, h], dk[t, g], dv[t, g] = _backward_group(do[t, h], q[t, h], k_g, v_g, o[t, h], m, l, _scale(width))
     return tuple(round_bf16(d.reshape(len(d), -1)).reshape(d.shape) for d in (dq, dk, dv))
 
 
