@@ -80,8 +80,8 @@ def _grouped_linear() -> Iterator[Case]:
 
 
 ATTENTION = (
-    "*bf16", "*bf16", "*bf16", "*i64", "*i64", "*i32", "*bf16", "*fp32", "*fp32", "*fp32", "fp32", "i32!", "i32", "i32!",
-    "i32",
+    "*bf16", "*bf16", "*bf16", "*i64", "*i64", "*i32", "*bf16", "*fp32", "*fp32", "*fp32", "fp32", "i32!", "i32",
+    "i32!", "i32",
 )  # fmt: skip
 
 

@@ -215,6 +215,8 @@ MUTATIONS = [
     Mutation("attention scale without log2 e", "agrees (attention)",
              patched(attention_module, "_scale", lambda h: mma.np.float32(h**-0.5)),
              test_attention.test_known_answer_of_an_h200),
+    Mutation("attention over segments of another length", "agrees (attention)",
+             patched(test_attention, "SEGMENT", 512), test_attention.test_segments_are_folded_in_order),
     Mutation("weight gradient summed in BF16", "differentiates (the chain of the spec)",
              patched(test_linear.op, "backward", gradient_by_scatter),
              test_linear.test_gradients_are_the_chains_of_the_spec),

@@ -10,9 +10,13 @@ from hypothesis import strategies as st
 
 from alignment_tests.bits import assert_bits_equal
 from minitransformer.batch import Batch
+from minitransformer.ops import attention as module
 from minitransformer.ops.attention import attention
+from minitransformer.ops.mma import chain_bits
+from minitransformer.ops.rounding import ex2_table, exp2_hw, f32_to_bf16, quad_sum
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
+SEGMENT = 1024
 
 
 def qkv(tokens, heads=4, kv_heads=2, width=32, seed=0, scale=1.0):
@@ -52,6 +56,43 @@ def test_long_prefixes(prefix):
     whole = attention(q, k, v, Batch.packed([[0] * (prefix + 2)]))
     store_k, store_v, batch = paged(k, v, prefix, prefix + 2, page_size=16)
     assert_bits_equal(attention(q[prefix:], store_k, store_v, batch), whole[prefix:], f"prefix of {prefix}")
+
+
+def exp2(x):
+    return np.float32(exp2_hw(np.float32(x), ex2_table()))
+
+
+def segment(q, k, v, keys, start):
+    """m, l, acc [H] of one query row over one segment's keys, start .., by the formula. q [H], k, v [n, H] bits."""
+    m, l, acc = np.float32(-1e30), np.float32(0), np.zeros((1, len(q)), np.float32)
+    for j0 in range(start, min(keys, start + SEGMENT), 64):
+        k_tile, v_tile = np.zeros((2, 64, len(q)), np.uint16)
+        k_tile[: len(k[j0 : j0 + 64])], v_tile[: len(v[j0 : j0 + 64])] = k[j0 : j0 + 64], v[j0 : j0 + 64]
+        s = chain_bits(q[None], k_tile, False)[0] * module._scale(len(q))
+        s[max(0, keys - j0) :] = -np.inf
+        top = max(m, s.max())
+        p = np.array([exp2(x - top) if x > -np.inf else 0 for x in s], np.float32)
+        l = l * exp2(m - top) + quad_sum(p)
+        p_bits = np.array([[f32_to_bf16(x) for x in p]], np.uint16)
+        acc = chain_bits(p_bits, v_tile, True, acc * exp2(m - top))
+        m = top
+    return m, l, acc[0]
+
+
+def test_segments_are_folded_in_order():
+    q, k, v = qkv(2200, heads=1, kv_heads=1, width=16)
+    o, m, l = module.forward(q, k, v, Batch.packed([[0] * 2200]))
+    bits = [x[:, 0].view(torch.int16).numpy().view(np.uint16) for x in (q, k, v)]
+    for t in (1023, 1024, 1100, 2199):
+        m_all, l_all, acc_all = segment(bits[0][t], *bits[1:], t + 1, 0)
+        for start in range(SEGMENT, t + 1, SEGMENT):
+            m_s, l_s, acc_s = segment(bits[0][t], *bits[1:], t + 1, start)
+            top = max(m_all, m_s)
+            old, new = exp2(m_all - top), exp2(m_s - top)
+            m_all, l_all, acc_all = top, l_all * old + l_s * new, acc_all * old + acc_s * new
+        want = torch.from_numpy(acc_all / l_all).bfloat16()
+        assert_bits_equal(o[t, 0], want, f"row {t}")
+        assert m[t, 0].item() == m_all and l[t, 0].item() == l_all
 
 
 @settings(max_examples=30, deadline=None)
