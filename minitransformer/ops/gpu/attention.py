@@ -196,7 +196,7 @@ def choose(longest: int, group: int, H: int, contiguous: bool) -> Schedule | Pre
 
 def _kept(batch: Batch, name: str, home: torch.device, make) -> Tensor:
     """int32 numbers of a batch on the GPU, copied once (all layers share them)."""
-    kept = batch.__dict__.setdefault("_attention_on", {})
+    kept = batch.__dict__.setdefault("_bounds_on", {})
     if (name, home) not in kept:
         kept[name, home] = torch.tensor(make(), dtype=torch.int32, device=home)
     return kept[name, home]
