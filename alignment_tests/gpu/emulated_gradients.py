@@ -1,0 +1,129 @@
+"""The kernels of the products' gradients in the emulator.
+
+    TRITON_INTERPRET=1 python -m alignment_tests.gpu.emulated_gradients [mutation]
+
+Prints a line a case: its name and how many elements differ from the CPU reference. With a mutation, a fault is written
+into a copy of one kernel's file first.
+"""
+
+import importlib.util
+import itertools
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from alignment_tests import inputs
+from alignment_tests.gpu import emulator
+from minitransformer.batch import Batch
+from minitransformer.ops import attention, dispatch, gpu, grouped_linear, linear
+
+# name: (kernel file, what stands there, the fault, the cases that see it)
+MUTATIONS = {
+    "a query does not see itself": ("attention_backward", "j[:, None] <= i[None, :]", "j[:, None] < i[None, :]", "att"),
+    "dQ sees the next key": ("attention_backward", "j[None, :] <= i[:, None]", "j[None, :] <= i[:, None] + 1", "att"),
+    "p is rounded before dS": ("attention_backward", "    ds = p * (", "    ds = p.to(tl.bfloat16) * (", "att"),
+    "heads of a group the other way round": (
+        "attention_backward", "    for head in range(g * GROUP, (g + 1) * GROUP):",
+        "    for turn in range(GROUP):\n        head = (g + 1) * GROUP - 1 - turn", "att",
+    ),
+    "delta is left out": ("attention_backward", "tl.load(at + 2 * plane, mask=i < n, other=0.0)", "m * 0.0", "att"),
+    "the last queries are left out": (
+        "attention_backward", "range(tl.maximum(j0, last), n, QUERIES)", "range(last, last, QUERIES)", "att",
+    ),
+    "dX by N - 1 columns": (
+        "grouped_linear_backward", "for n0 in range(0, N, DEPTH)", "for n0 in range(0, N - 1, DEPTH)", "grouped",
+    ),
+    "a row too many in dW": (
+        "grouped_linear_backward", "    for r in range(whole, end, TILE_R):",
+        "    end = tl.minimum(end + 1, tl.load(offsets_ptr + experts).to(tl.int32))\n"
+        "    for r in range(whole, end, TILE_R):", "grouped",
+    ),
+    "dX is rounded before the routing weight": (
+        "grouped_linear_backward", "to_bf16(g * weight[:, None])",
+        "to_bf16(g.to(tl.bfloat16).to(tl.float32) * weight[:, None])", "grouped",
+    ),
+    "a chain in pieces": (
+        "linear_backward", "acc = tl.dot(left, right, acc)",
+        "acc = acc + tl.dot(left, right, tl.zeros((TILE_M, TILE_N), tl.float32))", "linear",
+    ),
+}  # fmt: skip
+
+
+def mutate(name: str) -> str:
+    """Puts the mutated module where the operators find it; returns the word of the cases that must see it."""
+    module, old, new, cases = MUTATIONS[name]
+    path = Path(gpu.__file__).with_name(f"{module}.py")
+    source = path.read_text()
+    assert old in source, f"{name}: {path.name} no longer holds {old!r}"
+    copy = Path(tempfile.mkdtemp()) / path.name
+    copy.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location(f"minitransformer.ops.gpu.{module}", copy)
+    sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[spec.name])
+    return cases
+
+
+def _wrong(got, want) -> int:
+    kinds = {2: torch.int16, 4: torch.int32}
+    pairs = [(a.view(kinds[a.itemsize]), b.view(kinds[b.itemsize])) for a, b in zip(got, want, strict=True)]
+    return sum(int((a != b).sum()) for a, b in pairs)
+
+
+def _linear() -> Iterator[tuple[str, int]]:
+    kernels = importlib.import_module("minitransformer.ops.gpu.linear_backward")
+    for T, N, K in ((70, 64, 72), (33, 9, 7), (600, 400, 328)):
+        dy, x, w = inputs.bf16(1, T, N), inputs.bf16(2, T, K), inputs.bf16(3, N, K)
+        want = linear.backward(dy, x, w)
+        yield f"linear {T} {N} {K}", _wrong(kernels.backward(dy, x, w, True, True), want)
+        for tile in kernels.CANDIDATES[1::3] if N % 8 == 0 else ():
+            yield f"linear {T} {N} {K} {tile}", _wrong(
+                [kernels.product(dy, w, False, tile), kernels.product(dy, x, True, tile)], want
+            )
+
+
+def _grouped() -> Iterator[tuple[str, int]]:
+    kernels = importlib.import_module("minitransformer.ops.gpu.grouped_linear_backward")
+    for counts, N, K in (([0, 3, 0, 17, 1, 11, 0], 65, 71), ([70, 1, 0, 65, 130, 6], 136, 192)):
+        ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+        plan = dispatch.plan(ids[inputs.integers(5, 1 << 40, len(ids)).argsort()].view(-1, 2), len(counts))
+        R, shape = sum(counts), (len(counts), N, K)
+        dy, x, w = inputs.bf16(6, R, N), inputs.bf16(7, R, K), inputs.bf16(8, *shape)
+        for weights in (None, inputs.normal(9, *plan.rows_TK.shape).abs()):
+            want = [y for y in grouped_linear.backward(dy, x, w, plan, weights) if y is not None]
+            every = kernels.DX_CANDIDATES[1::2], kernels.WEIGHTED_CANDIDATES[1::2], kernels.DW_CANDIDATES[1::2]
+            for tiles in (None, *zip(*every, strict=False)) if N % 8 == 0 else (None,):
+                got = kernels.backward(dy, x, w, plan, weights, True, tiles)
+                what = f"grouped {counts} weighted {weights is not None} {tiles}"
+                yield what, _wrong([y for y in got if y is not None], want)
+
+
+def _attention() -> Iterator[tuple[str, int]]:
+    kernels = importlib.import_module("minitransformer.ops.gpu.attention_backward")
+    for N, G, H, lengths in ((4, 2, 32, [1, 70, 64, 130, 16]), (3, 1, 48, [33, 65])):
+        q, k, v, do = (inputs.bf16(i, sum(lengths), heads, H) for i, heads in enumerate((N, G, G, N)))
+        batch = Batch.packed([[0] * n for n in lengths])
+        saved = attention.forward(q, k, v, batch)
+        want = attention.backward(do, q, k, v, *saved, batch)
+        for pair in itertools.islice(zip(kernels.DKV_CANDIDATES, kernels.DQ_CANDIDATES, strict=False), 0, None, 2):
+            got = kernels.backward(do, q, k, v, *saved, batch, pair)
+            yield f"att {N}/{G} heads of {H} {pair}", _wrong(got, want)
+
+
+SOURCES = {"linear": _linear, "grouped": _grouped, "att": _attention}
+
+
+def main(mutation: str | None) -> None:
+    emulator.install()
+    words = list(SOURCES) if mutation is None else [mutate(mutation)]
+    for word in words:
+        for name, wrong in SOURCES[word]():
+            print(f"{wrong} {name}", flush=True)
+            if mutation and wrong:
+                return
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else None)
