@@ -15,8 +15,9 @@ def _norms() -> Iterator[tuple]:
             yield name, rms_norm.forward_kernel, ("*bf16",) * 5 + ("fp32", "i32!"), constants
             types, constants = ("*bf16",) * 6 + ("*fp32", "fp32", "i32!"), (D, rms_norm.rows_of(1 << 14, 512), residual)
             yield f"{name} dx", rms_norm.dx_kernel, types, constants
-            types = ("*bf16", "*bf16", "*bf16", "*fp32", "*bf16", "i32!")
-            yield f"{name} dw", rms_norm.dw_kernel, types, (D, 16, residual)
+            types = ("*bf16", "*bf16", "*bf16", "*fp32", "*fp32", "i32!")
+            yield f"{name} lanes", rms_norm.lanes_kernel, types, (D, *rms_norm.lanes_of(D), 4, residual)
+        yield f"rms_norm {D} dw", rms_norm.dw_kernel, ("*fp32", "*bf16"), (D, 16)
     for heads, head in ((32, 128), (9, 64)):
         types = ("*bf16", "*i64", "*fp32", "*bf16", "*i32", "fp32", "i32!", "i32!")
         yield f"rope {head}", rope.rope_kernel, types, (heads, head // 2, head // 2, 4096 // head, FOUND["rope"])

@@ -84,7 +84,7 @@ def rope_table(
     if head_dim % 2 or not theta > 0:
         raise ValueError(f"rope_table: head_dim {head_dim} must be even and theta {theta} positive")
     frequencies = rope_frequencies(head_dim, theta) if frequencies is None else np.asarray(frequencies, np.float64)
-    table = torch.empty(positions, head_dim, dtype=torch.float32)
+    table = torch.empty(positions, head_dim, dtype=torch.float32, device="cpu")
     cpu.parallel(_table_cpu, positions, frequencies, float(magnitude), table.numpy(), grain=64)
     return table
 

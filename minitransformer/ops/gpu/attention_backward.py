@@ -183,10 +183,8 @@ DQ_CANDIDATES = (
 
 
 def choose(longest: int) -> tuple[Schedule, Schedule]:
-    """(for dK and dV, for dQ), by the longest sequence of the batch."""
-    if longest <= 64:
-        return Schedule(64, 64, 4, 2), Schedule(64, 64, 4, 2)
-    return Schedule(128, 64, 8, 2), Schedule(128, 64, 8, 3)
+    """(for dK and dV, for dQ), by the longest sequence of the batch; the fastest on an H200 at 4 x 4096 tokens."""
+    return Schedule(64, 64, 4, 2), Schedule(64, 64, 4, 2) if longest <= 64 else Schedule(128, 64, 8, 3)
 
 
 def _descriptor(x_TNH: Tensor, rows: int, width: int) -> TensorDescriptor:

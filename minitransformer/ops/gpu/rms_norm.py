@@ -87,28 +87,42 @@ def dx_kernel(
 
 
 @triton.jit(do_not_specialize=["T"])
-def dw_kernel(
-    dy_ptr, x_ptr, residual_ptr, inverse_ptr, dw_ptr, T,
-    D: tl.constexpr, COLUMNS: tl.constexpr, RESIDUAL: tl.constexpr,
+def lanes_kernel(
+    dy_ptr, x_ptr, residual_ptr, inverse_ptr, lanes_ptr, T,
+    D: tl.constexpr, OWN: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """COLUMNS columns a program; row t belongs to lane t mod 128 of its column. Tiles stand as [columns, lanes]."""
-    d = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[:, None]
-    lane = tl.arange(0, LANES)[None, :]
-    lanes = tl.zeros((COLUMNS, LANES), tl.float32)
-    for t0 in range(0, T, LANES):
-        t = (t0 + lane).to(tl.int64)
-        inside = (t < T) & (d < D)
-        v = _load(x_ptr, residual_ptr, t * D + d, inside, RESIDUAL)
-        dy = tl.load(dy_ptr + t * D + d, mask=inside, other=0.0).to(tl.float32)
-        inverse = tl.load(inverse_ptr + t, mask=t < T, other=0.0)
-        lanes = tl.where(inside, lanes + dy * (v * inverse), lanes)
+    """Program (OWN lanes, COLUMNS columns) -> lanes FP32 [128, D]; row t belongs to lane t mod 128 of its column."""
+    lane, d = tl.program_id(0) * OWN + tl.arange(0, OWN)[:, None], tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    lanes = tl.zeros((OWN, COLUMNS), tl.float32)
+    for t0 in tl.range(0, T, LANES * UNROLL, num_stages=3):
+        for u in tl.static_range(UNROLL):
+            t = t0 + u * LANES + lane
+            at, inside = t.to(tl.int64) * D + d[None, :], (t < T) & (d < D)[None, :]
+            v = _load(x_ptr, residual_ptr, at, inside, RESIDUAL)
+            dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            inverse = tl.load(inverse_ptr + t, mask=t < T, other=0.0)
+            lanes = tl.where(inside, lanes + dy * (v * inverse), lanes)
+    tl.store(lanes_ptr + lane * D + d[None, :], lanes, mask=(d < D)[None, :])
+
+
+@triton.jit
+def dw_kernel(lanes_ptr, dw_ptr, D: tl.constexpr, COLUMNS: tl.constexpr):
+    """The halving tree over the lanes of each column."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    at = tl.arange(0, LANES)[None, :] * D + column[:, None]
+    lanes = tl.load(lanes_ptr + at, mask=(column < D)[:, None], other=0.0)
     tl.store(dw_ptr + column, to_bf16(lane_tree(lanes, COLUMNS)), mask=column < D)
 
 
 def rows_of(T: int, D: int) -> int:
     """Rows a program: one a warp for few rows; else about 4,096 elements, as one head's norm has many short rows."""
     return 4 if T < 2048 else min(32, max(8, 4096 // max(1, D)))
+
+
+def lanes_of(D: int) -> tuple[int, int]:
+    """(lanes, columns) of a program of dW: rows of at least 128 bytes, and more programs than multiprocessors."""
+    columns = min(128, max(64, triton.next_power_of_2(D)))
+    return max(1, min(8, D // 256)), columns
 
 
 def forward(x: Tensor, residual: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
@@ -143,7 +157,10 @@ def backward(dy, dr, x, residual, weight_D, eps, need_dw=True) -> tuple[Tensor, 
                 dy, dr, x, old, w, dx, inverse, eps, T, D, block, with_residual, num_warps=4, **device.ROWS
             )
             if need_dw:
-                dw_kernel[(triton.cdiv(D, 16),)](
-                    dy, x, old, inverse, dw, T, D, 16, with_residual, num_warps=4, **device.ROWS
+                own, columns = lanes_of(D)
+                lanes = torch.empty(LANES.value, D, device=home)
+                lanes_kernel[(LANES.value // own, triton.cdiv(D, columns))](
+                    dy, x, old, inverse, lanes, T, D, own, columns, 4, with_residual, num_warps=4, **device.ROWS
                 )
+                dw_kernel[(triton.cdiv(D, 16),)](lanes, dw, D, 16, num_warps=4, **device.ROWS)
     return dx, dw if need_dw else None
