@@ -71,6 +71,7 @@ def checksums(model) -> list[int]:
 def check_bits() -> int:
     """Elements of the gradients of one layer and of the head that differ from the CPU's."""
     from minitransformer.learner.learner import Learner
+    from minitransformer.learner.losses import nll
     from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
 
     gpu = build(1)
@@ -80,7 +81,7 @@ def check_bits() -> int:
     for model in (gpu, cpu):
         learner, found = Learner(model, lr=0.0, max_grad_norm=None), {}
         learner._apply = found.update
-        learner.update(samples(40, 20, 8, 512))
+        learner.update(samples(40, 20, 8, min(512, gpu.config.vocab_size)), nll)
         caught.append(found)
     return sum(int((caught[0][n].cpu().view(torch.int32) != g.view(torch.int32)).sum()) for n, g in caught[1].items())
 
@@ -120,6 +121,7 @@ def backward(layers: int, args) -> dict:
 def update(layers: int, args) -> dict:
     """Whole updates through Learner.update."""
     from minitransformer.learner.learner import Learner
+    from minitransformer.learner.losses import nll
 
     model = build(layers)
     learner = Learner(model, recompute=True, max_tokens_per_pack=args.tokens)
@@ -127,7 +129,7 @@ def update(layers: int, args) -> dict:
     torch.cuda.reset_peak_memory_stats()
     for _ in range(3):
         begin = time.perf_counter()
-        norm = learner.update(every).grad_norm
+        norm = learner.update(every, nll).grad_norm
         torch.cuda.synchronize()
         times.append(time.perf_counter() - begin)
         print(f"  update {times[-1]:.3f} s, gradient norm {norm:.6g}", flush=True)
