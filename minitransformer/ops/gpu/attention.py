@@ -202,6 +202,10 @@ def _kept(batch: Batch, name: str, home: torch.device, make) -> Tensor:
     return kept[name, home]
 
 
+def _bounds(batch: Batch, home: torch.device) -> Tensor:
+    return _kept(batch, "bounds", home, lambda: batch.cu_seqlens)
+
+
 def _contiguous(batch: Batch, store_rows: int) -> bool:
     """Whether position j of a sequence lies in row cu_seqlens + j: then no row number has to be read. Proved once."""
     if store_rows != batch.cu_seqlens[-1]:
@@ -272,7 +276,7 @@ def forward(
     schedule = schedule or choose(longest, N // G, H, _contiguous(batch, k.shape[0]))
     if not fits(schedule, longest, N // G, H):
         raise ValueError(f"attention: {schedule} does not take {longest} x {N // G} rows of {H}")
-    bounds = _kept(batch, "bounds", home, lambda: batch.cu_seqlens)
+    bounds = _bounds(batch, home)
     with torch.cuda.device(home):
         run = _prefill if isinstance(schedule, Prefill) else _tiles
         run(schedule, q, k, v, batch, positions, key_rows, bounds, longest, outputs)
