@@ -67,7 +67,7 @@ def test_quantize(source, tmp_path, capsys, form, suffix):
     out, err = capsys.readouterr()
     table = out.splitlines()
     assert err == "" and table[0].split()[:4] == ["layer", "weight", "relative", "L2"]
-    assert re.fullmatch(r"0 +gate_up +0\.09\d+ +20\.\d+ +\d\.\d+e-03 +\d\.\d+% +0\.00%", table[1])
+    assert re.fullmatch(r"0 +gate_up +0\.09\d+ +20\.\d+ +\d\.\d+e-03 +(\d\.\d+%) +0\.00% +\1", table[1])
     assert len(table) == 4 and f"{form}, nvfp4_per_token, experts of 1 layers quantised" in table[3]
     said = json.loads((tmp_path / "e.json").read_text())
     assert [e["projection"] for e in said["errors"]] == ["gate_up", "down"] and said["format"] == form

@@ -1,11 +1,15 @@
-"""Overrides of a recipe: what a pattern covers, and that one that covers no layer as a whole is refused."""
+"""Overrides of a recipe: what a pattern covers; what covers no layer as a whole is refused. And no variable is read."""
 
+import os
 from dataclasses import replace
 
 import pytest
+import torch
 
+from alignment_tests.learner.tiny import tiny_model
+from minitransformer.batch import Batch
 from minitransformer.errors import InputError
-from minitransformer.recipe import get
+from minitransformer.recipe import RECIPES, get
 
 LAYERS = 16
 PATTERNS = {
@@ -53,3 +57,22 @@ def test_what_a_pattern_covers(pattern):
 def test_the_last_pattern_counts():
     recipe = get("bf16").with_overrides([("*", "w4a16"), ("model.layers.2.mlp.experts*", "nvfp4_per_token")], 3)
     assert [recipe.for_layer(i).name for i in range(3)] == ["w4a16", "w4a16", "nvfp4_per_token"]
+
+
+class Forbidden(dict):
+    def get(self, name, default=None):
+        raise AssertionError(f"the environment variable {name} is read")
+
+    __getitem__ = __contains__ = get
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_environment_variable_is_read(name, monkeypatch):
+    model, batch = tiny_model(1), Batch.packed([[1, 2, 3]])
+    with torch.no_grad():
+        model(batch)  # torch and Numba read theirs when they are first used
+    monkeypatch.setattr(os, "environ", Forbidden())
+    model.set_recipe(get(name).with_overrides([("0", "bf16")], 3))
+    with torch.no_grad():
+        model(batch)
+    model.spec.fingerprint()

@@ -52,7 +52,7 @@ class Batch:
         """Whose tokens an operator has refused: sequence of the batch -> 'position P, layer I, op: what'.
 
         Several positions are not all to blame: attention multiplies a masked value by 0, so that a NaN reaches the
-        sequence's earlier rows in its tile of keys too (never another sequence). A GPU tells the batch's first row.
+        sequence's earlier rows in its tile of keys too (never another sequence). A GPU tells one row at a time.
         """
         positions: dict[int, list[int]] = {}
         for row in error.rows:

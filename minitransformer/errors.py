@@ -2,6 +2,9 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+
+LAYER: ContextVar[int | None] = ContextVar("layer", default=None)  # for messages alone; no value depends on it
 
 
 class InputError(ValueError):
@@ -14,11 +17,12 @@ class RowError(InputError):
     op      the operator
     rows    ascending, at least one: tokens of the batch, or rows of the logits (logprob)
     what    what is wrong with them
-    layer   of the model; None outside of layers, and where a GPU finds the fault after the layer has run
+    layer   of the model; None outside of layers (default: the one whose operators run now, see in_layer)
     """
 
-    def __init__(self, op: str, rows: Iterable[int], what: str) -> None:
-        self.op, self.rows, self.what, self.layer = op, [int(row) for row in rows], what, None
+    def __init__(self, op: str, rows: Iterable[int], what: str, layer: int | None = None) -> None:
+        self.op, self.rows, self.what = op, [int(row) for row in rows], what
+        self.layer = LAYER.get() if layer is None else layer
         super().__init__(f"{op}: row {self.rows[0]}: {what}")
 
     @property
@@ -29,12 +33,12 @@ class RowError(InputError):
 
 @contextmanager
 def in_layer(layer: int) -> Iterator[None]:
-    """Names the layer in a RowError."""
+    """Names the layer in what is refused inside."""
+    before = LAYER.set(layer)
     try:
         yield
-    except RowError as error:
-        error.layer = layer
-        raise
+    finally:
+        LAYER.reset(before)
 
 
 class UnsupportedDevice(RuntimeError):

@@ -113,6 +113,6 @@ def test_a_bad_token_ends_its_own_request():
     model, bad = exploding_model("bf16", 0, "router").to("cuda"), [20, 21, 22, BAD, *range(30, 50)]
     params, options = SamplingParams(4, seed=3, ignore_eos=True), dict(page_size=4, chunk_size=8)
     want = Sampler(model, **options).generate(GOOD, params)
-    with pytest.raises(RequestError, match="prompts.1.: request 1: position 3, router") as error:
+    with pytest.raises(RequestError, match="prompts.1.: request 1: position 3, layer 0, router") as error:
         Sampler(model, **options).generate([GOOD[0], bad, *GOOD[1:]], params)
     assert_same([error.value.completions[i] for i in (0, 2, 3)], want)

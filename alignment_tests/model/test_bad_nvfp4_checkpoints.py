@@ -93,12 +93,15 @@ def test_a_half_that_is_missing_or_double(tmp_path, form):
             tensors.pop(name)
 
     refuse(tmp_path / "missing", form, drop, "3 missing", UP)
+    check_double_half(tmp_path / "double", form)
 
+
+def check_double_half(directory, form):
     def double(tensors):
         for name in names(form):
             tensors[name.replace("up_proj", "gate_up_proj")] = tensors[name].clone()
 
-    refuse(tmp_path / "double", form, double, "not in the model", "gate_up_proj")
+    refuse(directory, form, double, "not in the model", "gate_up_proj")
 
 
 @both

@@ -189,6 +189,7 @@ def test_the_error_table(tmp_path):
     assert math.isclose(e.snr_db, 10 * math.log10(float(w.square().sum() / lost.square().sum())), rel_tol=1e-12)
     assert math.isclose(e.mae, float(lost.abs().mean()), rel_tol=1e-12)
     assert e.zero_values == float((nvfp4.dequantize(q) == 0).double().mean())
+    assert e.zero_codes == sum(int(v & 7 == 0) + int(v >> 4 & 7 == 0) for v in q.codes.flatten().tolist()) / w.numel()
     assert e.zero_scales == 64 / q.scales.numel() and 15 < e.snr_db < 25
 
 
@@ -203,4 +204,5 @@ def test_a_block_whose_scale_is_zero_counts_as_zero_values(tmp_path):
     q = weights_nvfp4.load_quantised(tmp_path / "out").experts[0]["down"]
     assert (nvfp4.unpack(q.codes[0, :, :8]) == 7).all() and not nvfp4.decode(q)[0, :, :16].any()
     assert errors[1].zero_values == float((nvfp4.decode(q) == 0).double().mean())
+    assert math.isclose(errors[1].zero_codes + errors[1].zero_scales, errors[1].zero_values)
     assert errors[1].zero_values >= errors[1].zero_scales == tensors[name].shape[0] / q.scales.numel()

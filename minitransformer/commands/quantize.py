@@ -21,7 +21,7 @@ from minitransformer.recipe import DEFAULT_QUANTISED, get, read_overrides
 if TYPE_CHECKING:
     from minitransformer.models.qwen3_moe.quantise import QuantisationError
 
-COLUMNS = ("layer", "weight", "relative L2", "SNR dB", "MAE", "zero values", "zero scales")
+COLUMNS = ("layer", "weight", "relative L2", "SNR dB", "MAE", "zero codes", "zero scales", "zero values")
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -89,8 +89,9 @@ def _print(errors: "list[QuantisationError]") -> None:
             f"{e.relative_l2:.5f}",
             f"{e.snr_db:.2f}",
             f"{e.mae:.3e}",
-            f"{e.zero_values:.2%}",
+            f"{e.zero_codes:.2%}",
             f"{e.zero_scales:.2%}",
+            f"{e.zero_values:.2%}",
         )
         for e in errors
     ]

@@ -48,7 +48,8 @@ class QuantisationError:
     """What one weight of one layer lost: with w the BF16 weight and q its dequantised value,
 
     relative_l2  |q - w| / |w| in the Euclidean norm;  snr_db  -20 log10 of it;  mae  mean |q - w|
-    zero_values  share of elements with q = 0, by code or by scale;  zero_scales  share of blocks whose scale is 0
+    zero_codes   share of codes 0 and -0;  zero_scales  share of blocks whose scale is 0
+    zero_values  share of elements with q = 0, by code or by scale
     """
 
     layer: int
@@ -56,8 +57,9 @@ class QuantisationError:
     relative_l2: float
     snr_db: float
     mae: float
-    zero_values: float
+    zero_codes: float
     zero_scales: float
+    zero_values: float
 
 
 @dataclass
@@ -198,13 +200,14 @@ def _scalar(value: np.float32, form: Format) -> Tensor:
 @torch.no_grad()
 def _measure(layer: int, projection: str, weight: Tensor, q: Nvfp4) -> QuantisationError:
     squares = signal = absolute = 0.0
-    zeros = 0
+    codes = zeros = 0
     for begin in range(0, weight.shape[0], GROUP):
         some = slice(begin, begin + GROUP)
         group = Nvfp4(q.codes[some], q.scales[some], q.outer[some])
         exact = weight[some].double()
         decoded = nvfp4.dequantize(group)
         zeros += int((decoded == 0).sum())
+        codes += int((nvfp4.unpack(group.codes) & 7 == 0).sum())
         difference = decoded.double() - exact
         squares += float(difference.square().sum())
         signal += float(exact.square().sum())
@@ -216,6 +219,7 @@ def _measure(layer: int, projection: str, weight: Tensor, q: Nvfp4) -> Quantisat
         relative,
         -20 * math.log10(relative) if relative else math.inf,
         absolute / weight.numel(),
-        zeros / weight.numel(),
+        codes / weight.numel(),
         int((q.scales == 0).sum()) / q.scales.numel(),
+        zeros / weight.numel(),
     )

@@ -5,7 +5,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from minitransformer.errors import RowError, UnsupportedDevice
+from minitransformer.errors import LAYER, RowError, UnsupportedDevice
 
 # No contraction of a product and a sum into an FMA that nobody wrote. The reflection decides that tl.exp2 becomes
 # ex2.approx.ftz, the instruction of exp2_hw; add, mul, fma, div_rn and sqrt_rn keep subnormals either way.
@@ -13,8 +13,8 @@ STRICT = {"enable_fp_fusion": False, "enable_reflect_ftz": True}
 # Without tl.exp2 nothing may flush.
 ROWS = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 
-# What a kernel can only find by looking at values. It leaves the first bad row in its op's slot; the host reads the
-# slots where it waits for the GPU anyway (`check`), so a bad row is refused, but later than on the CPU.
+# What a kernel can only find by looking at values. It leaves the first bad row in its op's slot of its layer; the host
+# reads the slots where it waits for the GPU anyway (`check`), so a bad row is refused, but later than on the CPU.
 FAULTS = {
     "embedding": "the id is outside the vocabulary; check the tokenizer",
     "rope": "the position is outside the table; shorten the prompt or the completion",
@@ -24,6 +24,7 @@ FAULTS = {
     "logprob": "the logits have a NaN or no finite maximum, or the id is outside the vocabulary",
 }
 _NO_ROW = 2**31 - 1
+_LAYERS, _SLOTS = 1024, 16  # a layer's slots begin at a multiple of 64 bytes, so that one compiled kernel serves all
 
 
 @lru_cache
@@ -57,9 +58,21 @@ def slot(op: str) -> int:
 
 
 @lru_cache
+def _table(home: torch.device) -> Tensor:
+    """int32 [layers + 1, slots], the last for what stands outside of layers."""
+    return torch.full((_LAYERS + 1, _SLOTS), _NO_ROW, dtype=torch.int32, device=home)
+
+
+@lru_cache
+def _of_layer(home: torch.device, layer: int) -> Tensor:
+    return _table(home)[layer]
+
+
 def faults(home: torch.device) -> Tensor:
-    """int32 [ops]: the least bad row that a kernel of each op has met on this GPU since the last check."""
-    return torch.full((len(FAULTS),), _NO_ROW, dtype=torch.int32, device=home)
+    """int32 [slots]: the least bad row that a kernel of each op has met since the last check, in the layer whose
+    operators run now (errors.in_layer)."""
+    layer = LAYER.get()
+    return _of_layer(home, _LAYERS if layer is None else min(layer, _LAYERS - 1))
 
 
 def check(home: torch.device, rows: int = _NO_ROW) -> None:
@@ -69,9 +82,12 @@ def check(home: torch.device, rows: int = _NO_ROW) -> None:
     """
     if torch.cuda.is_current_stream_capturing():
         return
-    found = faults(home).tolist()
-    if min(found) != _NO_ROW:
-        faults(home).fill_(_NO_ROW)
-    for (op, text), row in zip(FAULTS.items(), found, strict=True):
-        if row < rows:
-            raise RowError(op, [row], text)
+    if int(_table(home).min()) == _NO_ROW:
+        return
+    found = _table(home).tolist()
+    _table(home).fill_(_NO_ROW)
+    # The first layer: a bad row spoils those after it, and later layers' earlier rows too (Batch.faults).
+    for layer, slots in enumerate(found):
+        for (op, text), row in zip(FAULTS.items(), slots, strict=False):
+            if row < rows:
+                raise RowError(op, [row], text, None if layer == _LAYERS else layer)
