@@ -57,10 +57,10 @@ def mul_then_add(y_RD, plan, weights_TK):
     return total.bfloat16()
 
 
-def stale_operand(self, name, weight):
+def stale_operand(self, name, *args):
     """Quantised once, never again: an update of the weights is not seen."""
     if name not in self._made:
-        OPERAND(self, name, weight)
+        OPERAND(self, name, *args)
     return self._made[name][1:]
 
 

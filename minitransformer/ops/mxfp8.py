@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from minitransformer.errors import InputError
-from minitransformer.ops import cpu, nvfp4
+from minitransformer.ops import cpu, gpu, nvfp4
 from minitransformer.ops.jit import jit
 from minitransformer.ops.nvfp4 import ABS, E4M3, EXPONENT, e4m3_bits, element
 from minitransformer.ops.rounding import bits_of_f32, f32_of_bits, f32_to_bf16
@@ -88,12 +88,12 @@ def quantize(x: Tensor) -> Mxfp8:
     """x [..., N, K] BF16 or FP32 -> Mxfp8, blocks along K.
 
     Raises InputError on non-finite values or K not a multiple of 32, ValueError on shapes, TypeError on dtypes,
-    UnsupportedDevice off the CPU.
+    UnsupportedDevice without a kernel. A GPU leaves bad values to its next check.
     """
+    lead, K = _lead(x), x.shape[-1]
+    if x.is_cuda:
+        return Mxfp8(*gpu.mxfp8.quantize(x)[:2])
     rows = nvfp4.flat_rows(x, "mxfp8.quantize")
-    lead, K = tuple(x.shape[:-1]), x.shape[-1]
-    if K % BLOCK:
-        raise InputError(f"mxfp8.quantize: K is {K}, not a multiple of {BLOCK}; a block scale covers {BLOCK} values")
     codes, scales = np.empty(rows.shape, np.uint8), np.empty((rows.shape[0], K // BLOCK), np.uint8)
     bad = np.zeros(rows.shape[0], np.uint8)
     cpu.parallel(_quantize_cpu, rows.shape[0], rows, codes, scales, bad, grain=8)
@@ -101,9 +101,28 @@ def quantize(x: Tensor) -> Mxfp8:
     return Mxfp8(*(torch.from_numpy(t).reshape(*lead, t.shape[-1]) for t in (codes, scales)))
 
 
+def _lead(x: Tensor) -> tuple[int, ...]:
+    if x.dim() > 1 and x.shape[-1] % BLOCK:
+        K = x.shape[-1]
+        raise InputError(f"mxfp8.quantize: K is {K}, not a multiple of {BLOCK}; a block scale covers {BLOCK} values")
+    return tuple(x.shape[:-1])
+
+
+def quantize_decoded(x: Tensor, fault: str = "mxfp8.quantize", plan=None) -> tuple[Mxfp8, Tensor]:
+    """(q, decode(q)), on a GPU by one kernel; fault and plan (of x's rows) then name a bad token."""
+    if x.is_cuda:
+        _lead(x)
+        *parts, decoded = gpu.mxfp8.quantize(x, True, fault, plan)
+        return Mxfp8(*parts), decoded
+    q = quantize(x)
+    return q, decode(q)
+
+
 def decode(q: Mxfp8) -> Tensor:
     """Element * 2^e as BF16 [..., K]: exact for what came from BF16 (module docstring)."""
-    cpu.on_cpu("mxfp8.decode", q.codes, q.scales)  # the Triton kernel will branch here
+    if q.codes.is_cuda:
+        return gpu.mxfp8.decode(q.codes, q.scales)
+    cpu.on_cpu("mxfp8.decode", q.codes, q.scales)
     out = torch.empty(q.shape, dtype=torch.bfloat16)
     codes, scales = (t.contiguous().numpy().reshape(-1, t.shape[-1]) for t in (q.codes, q.scales))
     bits = cpu.bf16_bits(out).reshape(codes.shape)

@@ -41,7 +41,7 @@ from numba.extending import overload
 from torch import Tensor
 
 from minitransformer.errors import InputError
-from minitransformer.ops import cpu
+from minitransformer.ops import cpu, gpu
 from minitransformer.ops.jit import jit
 from minitransformer.ops.rounding import bf16_to_f32, bits_of_f32, f32_of_bits
 
@@ -218,7 +218,7 @@ _TABLE = _decode_table()
 
 def flat_rows(x: Tensor, op: str) -> np.ndarray:
     """The input as a kernel reads it: uint16 (BF16 bits) or float32, [rows, K]."""
-    cpu.on_cpu(op, x)  # the Triton kernel will branch in the callers
+    cpu.on_cpu(op, x)
     if x.dtype not in (torch.bfloat16, torch.float32):
         raise TypeError(f"{op}: x is {x.dtype}, expected BF16 or FP32")
     if x.dim() < 2 or x.shape[-1] == 0:
@@ -229,6 +229,8 @@ def flat_rows(x: Tensor, op: str) -> np.ndarray:
 
 def row_amax(x: Tensor) -> Tensor:
     """max |x| of each row: [..., N, K] BF16 or FP32 -> FP32 [..., N]; infinity or NaN where the row holds one."""
+    if x.is_cuda:
+        return gpu.nvfp4.row_amax(x)
     rows = flat_rows(x, "nvfp4.row_amax")
     out = np.empty(rows.shape[0], np.float32)
     cpu.parallel(_amax_cpu, rows.shape[0], rows, out, grain=16)
@@ -245,7 +247,6 @@ def outer_scales(amax: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _amaxes(x: Tensor, outer: str | Tensor) -> Tensor:
     if isinstance(outer, Tensor):
-        cpu.on_cpu("nvfp4.quantize", outer)
         if outer.dtype != torch.float32:
             raise TypeError(f"nvfp4.quantize: amax is {outer.dtype}, expected FP32")
         return outer.detach()
@@ -293,17 +294,18 @@ def quantize(x: Tensor, outer: str | Tensor = "row") -> Nvfp4:
     outer: "row" (one outer scale a row), "tensor" (one for all), "expert" (one for each of the first dimension), or the
     amax FP32 itself, of a shape read from the left; the outer scales then have its shape.
     Raises InputError on non-finite values, an amax too small for its row or K not a multiple of 16, ValueError on
-    shapes, TypeError on dtypes, UnsupportedDevice off the CPU.
+    shapes, TypeError on dtypes, UnsupportedDevice without a kernel. A GPU leaves bad values to its next check.
     """
+    if x.is_cuda:
+        return _quantize_gpu(x, outer)[0]
     rows = flat_rows(x, "nvfp4.quantize")
-    lead, K = tuple(x.shape[:-1]), x.shape[-1]
-    if K % BLOCK:
-        raise InputError(f"nvfp4.quantize: K is {K}, not a multiple of {BLOCK}; a block scale covers {BLOCK} values")
+    lead = _lead(x)
     amax = _amaxes(x, outer)
+    cpu.on_cpu("nvfp4.quantize", amax)
     amax_rows = cpu.f32(expand_rows(amax, lead)).reshape(-1)
     s_enc, s_dec = outer_scales(amax_rows)
-    codes = np.empty((rows.shape[0], K // 2), np.uint8)
-    scales, bad = np.empty((rows.shape[0], K // BLOCK), np.uint8), np.zeros(rows.shape[0], np.uint8)
+    codes = np.empty((rows.shape[0], rows.shape[1] // 2), np.uint8)
+    scales, bad = np.empty((rows.shape[0], rows.shape[1] // BLOCK), np.uint8), np.zeros(rows.shape[0], np.uint8)
     bad[~(amax_rows < np.inf)] = 2  # a NaN amax compares false with every value
     cpu.parallel(_quantize_cpu, rows.shape[0], rows, s_enc, s_dec, amax_rows, codes, scales, bad, grain=8)
     refuse_non_finite("nvfp4.quantize", bad, rows, lead)
@@ -312,13 +314,36 @@ def quantize(x: Tensor, outer: str | Tensor = "row") -> Nvfp4:
     return Nvfp4(_tensor(codes, lead), _tensor(scales, lead), torch.from_numpy(kept))
 
 
+def _lead(x: Tensor) -> tuple[int, ...]:
+    if x.shape[-1] % BLOCK:
+        K = x.shape[-1]
+        raise InputError(f"nvfp4.quantize: K is {K}, not a multiple of {BLOCK}; a block scale covers {BLOCK} values")
+    return tuple(x.shape[:-1])
+
+
+def _quantize_gpu(x: Tensor, outer: str | Tensor, *how) -> tuple[Nvfp4, Tensor | None]:
+    lead, amax = _lead(x), _amaxes(x, outer)
+    *parts, decoded = gpu.nvfp4.quantize(x, amax, _groups(amax.shape, lead), *how)
+    return Nvfp4(*parts), decoded
+
+
+def quantize_decoded(x: Tensor, amax: Tensor, fault: str = "nvfp4.quantize", plan=None) -> tuple[Nvfp4, Tensor]:
+    """(q, decode(q)) for a given amax, on a GPU by one kernel; fault and plan (of x's rows) then name a bad token."""
+    if x.is_cuda:
+        return _quantize_gpu(x, amax, True, fault, plan)
+    q = quantize(x, amax)
+    return q, decode(q)
+
+
 def _tensor(x: np.ndarray, lead: tuple[int, ...]) -> Tensor:
     return torch.from_numpy(x).reshape(*lead, x.shape[-1])
 
 
 def decode(q: Nvfp4) -> Tensor:
     """Code * block scale, exact, BF16 [..., N, K]; the outer scale is left out (the chain's operand)."""
-    cpu.on_cpu("nvfp4.decode", q.codes, q.scales)  # the Triton kernel will branch here
+    if q.codes.is_cuda:
+        return gpu.nvfp4.decode(q.codes, q.scales)
+    cpu.on_cpu("nvfp4.decode", q.codes, q.scales)
     out = torch.empty(q.shape, dtype=torch.bfloat16)
     codes, scales = (t.contiguous().numpy().reshape(-1, t.shape[-1]) for t in (q.codes, q.scales))
     bits = cpu.bf16_bits(out).reshape(-1, out.shape[-1])
@@ -328,6 +353,8 @@ def decode(q: Nvfp4) -> Tensor:
 
 def dequantize(q: Nvfp4) -> Tensor:
     """fl(code * block scale * outer), FP32 [..., N, K]: one rounding."""
+    if q.codes.is_cuda:
+        return decode(q).float() * q.row_outer()[..., None]
     decoded = cpu.bf16_bits(decode(q)).reshape(-1, q.shape[-1])
     out = torch.empty(q.shape, dtype=torch.float32)
     outer = cpu.f32(q.row_outer()).reshape(-1)

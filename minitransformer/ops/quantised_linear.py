@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from minitransformer.errors import InputError
-from minitransformer.ops import cpu, grouped_linear
+from minitransformer.ops import cpu, gpu, grouped_linear
 from minitransformer.ops.dispatch import Plan
 from minitransformer.ops.jit import jit
 from minitransformer.ops.linear import round_bf16
@@ -42,8 +42,10 @@ def _scale_outer(begin, end, acc, row_scale, weight_scale, offsets):
 
 
 def forward(x_RK: Tensor, scale_R: Tensor | None, w_ENK: Tensor, scale_EN: Tensor, plan: Plan, out_dtype) -> Tensor:
-    """Decoded operands BF16 and their outer scales FP32 -> [R, N] FP32 or BF16."""
-    cpu.on_cpu("quantised_linear", x_RK, w_ENK)  # the Triton kernel will branch here
+    """Decoded operands BF16 and their outer scales FP32 -> [R, N] FP32 or BF16. On a GPU w may be packed."""
+    if x_RK.is_cuda:
+        return gpu.quantised_linear.forward(x_RK, scale_R, w_ENK, scale_EN, plan, out_dtype)
+    cpu.on_cpu("quantised_linear", x_RK, w_ENK)
     offsets = np.asarray(plan.offsets, np.int64)
     acc = grouped_chain_bits(cpu.bf16_bits(x_RK), cpu.bf16_bits(w_ENK), False, offsets)
     rows = np.ones(acc.shape[0], np.float32) if scale_R is None else cpu.f32(scale_R)
@@ -87,15 +89,16 @@ def quantised_linear(
 ) -> Tensor:
     """[R, N] of decoded operands, FP32 or BF16; x_RK and weight_ENK (None: no gradient) are what gradients see.
 
-    x_operand: decoded BF16 [R, K] and outer scales FP32 [R] or None; w_operand: decoded BF16 [E, N, K] and FP32 [E, N].
-    Raises ValueError on shapes that do not fit, TypeError on dtypes, UnsupportedDevice off the CPU.
+    x_operand: decoded BF16 [R, K] and outer scales FP32 [R] (NVFP4) or None; w_operand: decoded BF16 [E, N, K], or on a
+    GPU packed int32 (gpu/pack.py), and FP32 [E, N].
+    Raises ValueError on shapes that do not fit, TypeError on dtypes, UnsupportedDevice on a device without a kernel.
     """
-    rows, experts = plan.num_rows, plan.num_experts
-    w_decoded, scale_EN = w_operand
-    fits = x_operand[0].shape == x_RK.shape == (rows, w_decoded.shape[2]) and w_decoded.shape[0] == experts
-    if not fits or scale_EN.shape != w_decoded.shape[:2]:
+    rows, experts, (weight, scale_EN) = plan.num_rows, plan.num_experts, w_operand
+    (E, N), K = scale_EN.shape, x_RK.shape[-1]
+    shape = gpu.pack.packed_shape(E, N, K) if weight.dtype == torch.int32 else (E, N, K)
+    if not (x_operand[0].shape == x_RK.shape == (rows, K) and E == experts and weight.shape == shape):
         raise ValueError(
-            f"quantised_linear: x is {tuple(x_RK.shape)}, weight {tuple(w_decoded.shape)}, weight scales "
+            f"quantised_linear: x is {tuple(x_RK.shape)}, weight {tuple(weight.shape)}, weight scales "
             f"{tuple(scale_EN.shape)}; the plan has {rows} rows and {experts} experts"
         )
     return _QuantisedLinear.apply(x_RK, weight_ENK, *x_operand, *w_operand, plan, out_dtype, backward_format)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minitransformer.errors import RowError
-from minitransformer.ops import dispatch, mxfp8, nvfp4
+from minitransformer.ops import dispatch, gpu, mxfp8, nvfp4
 from minitransformer.ops.dispatch import Plan
 from minitransformer.ops.grouped_linear import grouped_linear
 from minitransformer.ops.nvfp4 import Nvfp4
@@ -61,31 +61,30 @@ class QuantisedExperts:
         return dispatch.combine_weighted(y_RD, plan, weights_TK)
 
     def _product(self, mlp, name: str, x_RK: Tensor, amax_R: Tensor, plan: Plan, out_dtype, note) -> Tensor:
-        bad = ~torch.isfinite(amax_R)
-        if bad.any():
-            tokens = (plan.order_R[bad] // plan.rows_TK.shape[1]).unique()  # ascending
-            raise RowError(f"experts.{name}", tokens, "the input is not finite; check the weights")
+        _refuse_non_finite(name, amax_R, plan)
         layer = getattr(mlp, name)
-        operand = self._activation(x_RK, amax_R, plan, lambda stage, x: note(f"{name}_{stage}", x, plan))
+        operand = self._activation(name, x_RK, amax_R, plan, lambda stage, x: note(f"{name}_{stage}", x, plan))
         weight = None if layer is None else layer.weight
         return quantised_linear(
-            x_RK, weight, operand, self.weight_operand(name, weight), plan, out_dtype, self.recipe.backward
+            x_RK, weight, operand, self.weight_operand(name, weight, x_RK.device), plan, out_dtype, self.recipe.backward
         )
 
-    def _activation(self, x_RK: Tensor, amax_R: Tensor, plan: Plan, note) -> tuple[Tensor, Tensor | None]:
+    def _activation(self, name: str, x_RK: Tensor, amax_R: Tensor, plan: Plan, note) -> tuple[Tensor, Tensor | None]:
         """The decoded operand and its outer scales."""
-        x_RK = x_RK.detach()
+        x_RK, fault = x_RK.detach(), f"experts.{name}"
         if self.recipe.activations == "bf16":
+            if x_RK.is_cuda:
+                gpu.quantised_linear.refuse_non_finite(amax_R, plan, fault)
             return x_RK, None
         if self.recipe.activations == "mxfp8":
-            q = mxfp8.quantize(x_RK)
+            q, decoded = mxfp8.quantize_decoded(x_RK, fault, plan)
             note("codes", q.codes), note("scales", q.scales)
-            return mxfp8.decode(q), None
+            return decoded, None
         if self.recipe.activation_scale == "tensor":  # one outer scale for whoever shares the batch: the fault on show
             amax_R = amax_R.max().expand_as(amax_R).contiguous()
-        q = nvfp4.quantize(x_RK, amax_R)
+        q, decoded = nvfp4.quantize_decoded(x_RK, amax_R, fault, plan)
         note("codes", q.codes), note("scales", q.scales), note("outer", q.outer)
-        return nvfp4.decode(q), q.outer
+        return decoded, q.outer
 
     def quantised(self, name: str, weight: Tensor | None) -> Nvfp4:
         """The quantised weight: codes [E, N, K/2], block scales [E, N, K/16], outer scales [E, N] or fewer."""
@@ -95,17 +94,30 @@ class QuantisedExperts:
             return nvfp4.quantize(weight.detach(), "row")
         return nvfp4.quantize(weight.detach(), "expert")  # gate and up share one amax: they are one tensor here
 
-    def weight_operand(self, name: str, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(decoded BF16 [E, N, K], outer scales FP32 [E, N]), made again after each change that WeightsStamp sees."""
-        stamp = WeightsStamp([] if weight is None else [weight])
+    def weight_operand(self, name: str, weight: Tensor | None, device="cpu") -> tuple[Tensor, Tensor]:
+        """(the weight as products read it, outer scales FP32 [E, N]), made again after each change of WeightsStamp.
+
+        On the CPU decoded BF16 [E, N, K]; on a GPU packed, 4.5 bits a value (gpu/pack.py), and nothing else is kept.
+        """
+        stamp = str(device), WeightsStamp([] if weight is None else [weight])
         if name not in self._made or self._made[name][0] != stamp:
             q = self.quantised(name, weight)
-            self._made[name] = stamp, nvfp4.decode(q), nvfp4.expand_rows(q.outer, q.shape[:-1]).contiguous()
+            q = Nvfp4(q.codes.to(device), q.scales.to(device), q.outer.to(device))
+            made = gpu.pack.pack(q) if q.codes.is_cuda else nvfp4.decode(q)
+            self._made[name] = stamp, made, nvfp4.expand_rows(q.outer, q.shape[:-1]).contiguous()
         return self._made[name][1:]
 
     def forget(self) -> None:
         """Drops the quantised copies; needed only after a write that WeightsStamp does not see (.data, NumPy)."""
         self._made.clear()
+
+
+def _refuse_non_finite(name: str, amax_R: Tensor, plan: Plan) -> None:
+    """RowError with the tokens; on a GPU, where asking would wait, the kernels leave the first for the next check."""
+    bad = None if amax_R.is_cuda else ~torch.isfinite(amax_R)
+    if bad is not None and bad.any():
+        tokens = (plan.order_R[bad] // plan.rows_TK.shape[1]).unique()  # ascending
+        raise RowError(f"experts.{name}", tokens, "the input is not finite; check the weights")
 
 
 def experts_of(recipe: Recipe):

@@ -21,6 +21,11 @@ FAULTS = {
     "router": "a logit is NaN or infinite; check the weights",
     "dispatch.plan": "an expert id is outside the experts",
     "kv_store": "its row is outside the store",
+    "experts.gate_up": "the input is not finite; check the weights",
+    "experts.down": "the input is not finite; check the weights",
+    "nvfp4.quantize": "a value is not finite, which has no code",
+    "nvfp4.amax": "a value lies beyond the amax given for it",
+    "mxfp8.quantize": "a value is not finite, which has no code",
     "logprob": "the logits have a NaN or no finite maximum, or the id is outside the vocabulary",
 }
 _NO_ROW = 2**31 - 1

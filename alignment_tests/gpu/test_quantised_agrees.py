@@ -1,0 +1,193 @@
+"""The law of the GPU for 4-bit and 8-bit experts: quantisers, and products in every form and schedule."""
+
+import json
+
+import pytest
+import torch
+
+from alignment_tests import inputs
+from alignment_tests.goldens import quantised
+from alignment_tests.gpu.test_agrees import COUNTS, plan_of
+from alignment_tests.gpu.values import BF16, VALUES, agree
+from minitransformer.errors import InputError
+from minitransformer.ops import gpu, mxfp8, nvfp4
+from minitransformer.ops import quantised_linear as op
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing to compare with the CPU"),
+]
+FP32 = torch.float32
+
+
+def finite(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(torch.isfinite(x), x, torch.ones_like(x))
+
+
+def quiet_blocks(seed: int, *shape: int) -> torch.Tensor:
+    """Blocks of every size below the row's: scales normal, subnormal and 0; zeros of both signs; whole rows of zeros."""
+    x = inputs.bf16(seed, *shape).float().unflatten(-1, (-1, 16))
+    x = x * torch.exp2(-inputs.integers(seed + 1, 26, *x.shape[:-1], 1).float())
+    x = torch.where(inputs.integers(seed + 2, 9, *x.shape[:-1], 1) == 0, -0.0, x).flatten(-2)
+    return torch.where(inputs.integers(seed + 3, 11, *shape[:-1], 1) == 0, 0.0, x).bfloat16()
+
+
+def ties(seed: int, *shape: int) -> torch.Tensor:
+    """Values that lie on the ties of E2M1 once a row's and a block's largest value is 6."""
+    x = inputs.integers(seed, 25, *shape).float() / 4 * (1 - 2 * inputs.integers(seed + 1, 2, *shape).float())
+    x[..., 0::16] = 6.0
+    return (x * 448 / 2**inputs.integers(seed + 2, 8, *shape[:-1], 1).float()).bfloat16()
+
+
+KINDS = {kind: lambda *a, make=make: finite(make(*a)) for kind, make in VALUES.items()} | {
+    "quiet blocks": quiet_blocks, "ties": ties,
+}  # fmt: skip
+
+
+def parts(q) -> list[torch.Tensor]:
+    return [q.codes, q.scales, *([q.outer] if isinstance(q, nvfp4.Nvfp4) else [])]
+
+
+@pytest.mark.parametrize("name", quantised.CASES)
+def test_known_answer(name):
+    assert quantised.digest(quantised.CASES[name]("cuda")) == json.loads(quantised.FILE.read_text())[name]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("K", [16, 48, 576, 768, 2048, 4112])
+def test_nvfp4(K, kind):
+    x = KINDS[kind](1, 3, 64, K)
+    for x in (x, x.float() * 1.0009765625 if kind != "finite" else x.float()):  # FP32 that is no BF16
+        for outer in ("row", "tensor", "expert"):
+            want, got = nvfp4.quantize(x, outer), nvfp4.quantize(x.cuda(), outer)
+            agree(parts(got), parts(want), f"{outer} {x.dtype}")
+            agree([nvfp4.decode(got), nvfp4.dequantize(got)], [nvfp4.decode(want), nvfp4.dequantize(want)], outer)
+        amax = nvfp4.row_amax(x)
+        agree([nvfp4.row_amax(x.cuda())], [amax], "row_amax")
+        amax = torch.maximum(amax[:, ::32], amax[:, 1::32]).amax(1, keepdim=True) * 1.5  # one an expert, above its own
+        if bool(torch.isfinite(amax).all()) and bool((amax >= nvfp4.row_amax(x)).all()):
+            agree(parts(nvfp4.quantize(x.cuda(), amax.cuda())), parts(nvfp4.quantize(x, amax)), "given amax")
+        for T in (1, 5, 64):
+            rows = x[0, :T].contiguous()
+            q, decoded = nvfp4.quantize_decoded(rows.cuda(), nvfp4.row_amax(rows).cuda())
+            want, wanted = nvfp4.quantize_decoded(rows, nvfp4.row_amax(rows))
+            agree([*parts(q), decoded], [*parts(want), wanted], f"{T} rows")
+    gpu.device.check(torch.device("cuda", 0))
+
+
+def test_nvfp4_decodes_every_code_and_scale():
+    codes = torch.arange(256, dtype=torch.uint8)[:, None, None].expand(256, 256, 8).contiguous()
+    scales = torch.arange(256, dtype=torch.uint8)[None, :, None].expand(256, 256, 1).contiguous()
+    q = nvfp4.Nvfp4(codes, scales, torch.ones(()))
+    got = nvfp4.decode(nvfp4.Nvfp4(codes.cuda(), scales.cuda(), torch.ones(()).cuda())).cpu()
+    want = nvfp4.decode(q)
+    number = ~want.isnan()
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.view(torch.int16)[number], want.view(torch.int16)[number])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("K", [32, 96, 576, 2048, 4128])
+def test_mxfp8(K, kind):
+    x = KINDS[kind](2, 3, 65, K)
+    for x in (x, x.float() * 1.0009765625 if kind != "finite" else x.float()):
+        want, (got, decoded) = mxfp8.quantize(x), mxfp8.quantize_decoded(x.cuda())
+        agree([*parts(got), *parts(mxfp8.quantize(x.cuda()))], [*parts(want), *parts(want)], f"{x.dtype}")
+        wanted = mxfp8.decode(want)
+        agree([mxfp8.decode(got), decoded], [wanted, wanted], f"decode {x.dtype}")
+
+
+def test_bad_values_are_named_at_the_next_check():
+    home, x = torch.device("cuda", 0), inputs.bf16(3, 12, 64)
+    bad, plan = x.clone(), plan_of([5, 0, 7], 2, seed=4)
+    bad[7, 3], bad[9, 1] = torch.inf, torch.nan
+    token = min(int(plan.order_R[r]) // 2 for r in (7, 9))
+    amax, plan = nvfp4.row_amax(bad).cuda(), plan.to(home)
+    cases = {
+        "nvfp4.quantize: row 7": lambda: nvfp4.quantize(bad.cuda()),
+        "nvfp4.amax: row 0": lambda: nvfp4.quantize(x.cuda(), torch.full((12,), 1e-3).cuda()),
+        "mxfp8.quantize: row 7": lambda: mxfp8.quantize(bad.cuda()),
+        f"experts.gate_up: row {token}: ": lambda: nvfp4.quantize_decoded(
+            bad.cuda(), amax, "experts.gate_up", plan),
+        f"experts.down: row {token}: the": lambda: mxfp8.quantize_decoded(bad.cuda(), "experts.down", plan),
+        f"experts.down: row {token}: ": lambda: gpu.quantised_linear.refuse_non_finite(
+            amax, plan, "experts.down"),
+    }  # fmt: skip
+    for message, call in cases.items():
+        with pytest.raises(InputError, match=message):
+            call()
+            gpu.device.check(home)
+        gpu.device.faults(home).fill_(2**31 - 1)
+
+
+def weights(seed: int, E: int, N: int, K: int) -> nvfp4.Nvfp4:
+    """Every code with every scale that a quantiser gives, an outer scale a row."""
+    codes = inputs.integers(seed, 256, E, N, K // 2).to(torch.uint8)
+    scales = inputs.integers(seed + 1, 0x7F, E, N, K // 16).to(torch.uint8)
+    return nvfp4.Nvfp4(codes, scales, inputs.normal(seed + 2, E, N).abs() + 0.01)
+
+
+@pytest.mark.parametrize(("N", "K"), [(1, 16), (40, 96), (192, 576), (128, 2048)])
+def test_pack_and_unpack(N, K):
+    q = weights(5, 3, N, K)
+    packed = gpu.pack.pack(nvfp4.Nvfp4(q.codes.cuda(), q.scales.cuda(), q.outer.cuda()))
+    agree([packed], [gpu.pack.pack(q)], "packed")
+    want = nvfp4.decode(q)
+    got = gpu.quantised_linear.unpack(packed, N, K).cpu()
+    assert torch.equal(got, want)  # values: a block whose scale is 0 has lost the sign of its zeros
+
+
+def activations(kind: str, R: int, K: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if kind == "nvfp4":
+        q = weights(8, 1, R, K)
+        return nvfp4.decode(q)[0], q.outer[0]
+    if kind == "mxfp8":
+        return mxfp8.decode(mxfp8.quantize(quiet_blocks(9, R, K))), None
+    return VALUES[kind](9, R, K), None
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp8", "normal", "wide", "tiny", "special"])
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize(("N", "K"), [(192, 576), (72, 768), (30, 96)])
+def test_quantised_linear(N, K, counts, kind):
+    """Packed and decoded, FP32 and BF16 out, by the choice of schedule and by every schedule."""
+    counts = COUNTS[counts]
+    plan = plan_of(counts, 2 if sum(counts) % 2 == 0 else 1, seed=5)
+    (x, scale), q = activations(kind, sum(counts), K), weights(6, len(counts), N, K)
+    decoded, on = nvfp4.decode(q), plan.to("cuda")
+    packed, outer = gpu.pack.pack(q).cuda(), q.outer.cuda()
+    on_gpu = x.cuda(), None if scale is None else scale.cuda()
+    for out_dtype in (FP32, BF16):
+        want = op.forward(x, scale, decoded, q.outer, plan, out_dtype)
+        for weight in (packed, decoded.cuda()):
+            agree([op.forward(*on_gpu, weight, outer, on, out_dtype)], [want], f"{out_dtype} {weight.dtype}")
+        if sum(counts) == 0 or (N, K) != (192, 576) and (kind != "nvfp4" or N != 72):
+            continue
+        for tile in gpu.quantised_linear.CANDIDATES:
+            got = gpu.quantised_linear.decoded_product(*on_gpu, decoded.cuda(), outer, on, out_dtype, tile)
+            agree([got], [want], f"{out_dtype} {tile}")
+        for schedule in gpu.quantised_linear.PACKED_CANDIDATES:
+            if schedule.fits(K):
+                got = gpu.quantised_linear.packed_product(*on_gpu, packed, outer, on, out_dtype, schedule)
+                agree([got], [want], f"{out_dtype} {schedule}")
+
+
+def test_millions_of_outputs():
+    """A regrouped K moves 8 of 200,000 outputs; FC1 of 30B's widths, wide scales, packed against decoded."""
+    E, N, K, T = 32, 1536, 2048, 96
+    q, plan = weights(10, E, N, K), plan_of([T] * E, 8, seed=11).to("cuda")
+    packed, outer = gpu.pack.pack(q).cuda(), q.outer.cuda()
+    x, scale = activations("nvfp4", T * E, K)
+    x, scale = x.cuda(), scale.cuda()
+    w = gpu.quantised_linear.unpack(packed, N, K)
+    want = gpu.quantised_linear.decoded_product(x, scale, w, outer, plan, FP32)
+    for schedule in gpu.quantised_linear.PACKED_CANDIDATES:
+        if schedule.fits(K):
+            got = gpu.quantised_linear.packed_product(x, scale, packed, outer, plan, FP32, schedule)
+            assert torch.equal(got.view(torch.int32), want.view(torch.int32)), schedule
+    rows = torch.arange(0, T * E, T)
+    small = plan_of([1] * E, 1, seed=11)
+    small = type(small)(torch.arange(E), torch.arange(E)[:, None], torch.arange(E + 1))
+    want_rows = op.forward(x.cpu()[rows], scale.cpu()[rows], w.cpu(), q.outer, small, FP32)
+    agree([want[rows.cuda()]], [want_rows], "decoded against the CPU")

@@ -1,0 +1,88 @@
+"""CUDA C++ kernels where Triton can't say what is needed: compiled by NVRTC on first use, launched by the driver.
+
+Both libraries come with torch's CUDA builds (NVRTC) and with the GPU's driver; nothing else is needed.
+"""
+
+import ctypes
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from minitransformer.errors import UnsupportedDevice
+
+OPTIONS = ("--fmad=false", "--std=c++17")  # no contraction; subnormals are kept unless -ftz is given
+_MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+@lru_cache
+def _library(*names: str) -> ctypes.CDLL:
+    for name in names:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise UnsupportedDevice(f"{names[0]} was not found; a CUDA build of torch and the NVIDIA driver bring it")
+
+
+def _nvrtc() -> ctypes.CDLL:
+    import_of_torch_loads_it = torch.version.cuda or "13.0"
+    return _library(f"libnvrtc.so.{import_of_torch_loads_it.split('.')[0]}", "libnvrtc.so")
+
+
+def _driver() -> ctypes.CDLL:
+    return _library("libcuda.so.1")
+
+
+def _done(code: int, library: ctypes.CDLL, what: str) -> None:
+    if code:
+        text = ctypes.c_char_p()
+        if hasattr(library, "cuGetErrorString"):
+            library.cuGetErrorString(code, ctypes.byref(text))
+        raise RuntimeError(f"{what}: error {code} {(text.value or b'').decode()}")
+
+
+@lru_cache(maxsize=256)
+def compile_source(file: str, defines: tuple[tuple[str, int], ...], architecture: str = "sm_90") -> bytes:
+    """Machine code of ops/gpu/<file> with these macros. RuntimeError with the compiler's words when it refuses."""
+    nvrtc, program = _nvrtc(), ctypes.c_void_p()
+    source = Path(__file__).with_name(file).read_bytes()
+    options = [*OPTIONS, f"--gpu-architecture={architecture}", *(f"-D{name}={value}" for name, value in defines)]
+    text = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    _done(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, file.encode(), 0, None, None), nvrtc, file)
+    try:
+        if nvrtc.nvrtcCompileProgram(program, len(options), text):
+            log = ctypes.create_string_buffer(1 << 16)
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise RuntimeError(f"{file} {dict(defines)}: {log.value.decode()}")
+        size = ctypes.c_size_t()
+        _done(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)), nvrtc, file)
+        code = ctypes.create_string_buffer(size.value)
+        _done(nvrtc.nvrtcGetCUBIN(program, code), nvrtc, file)
+        return code.raw
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+@lru_cache(maxsize=256)
+def kernel(home: torch.device, file: str, name: str, defines: tuple[tuple[str, int], ...], shared: int = 0):
+    """A function of a file for the current GPU, `home`, allowed `shared` bytes of dynamic shared memory."""
+    torch.cuda.current_stream(home)  # there is a context to load into
+    driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
+    _done(driver.cuModuleLoadData(ctypes.byref(module), compile_source(file, defines)), driver, file)
+    _done(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), driver, name)
+    if shared > 48 << 10:
+        _done(driver.cuFuncSetAttribute(function, _MAX_SHARED, shared), driver, f"{name}, {shared} B of shared memory")
+    return function
+
+
+def launch(function, blocks: int, threads: int, shared: int, arguments: Iterable[Tensor | int | None]) -> None:
+    """On the current stream of the current GPU. A tensor is its pointer, None a null pointer, an int an `int`."""
+    values = [ctypes.c_int(a) if isinstance(a, int) else ctypes.c_void_p(None if a is None else a.data_ptr())
+              for a in arguments]  # fmt: skip
+    pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    code = _driver().cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, shared, stream, pointers, None)
+    _done(code, _driver(), f"launch of {blocks} blocks of {threads} threads")

@@ -1,0 +1,85 @@
+"""mxfp8/1 on Hopper: quantise and decode (ops/mxfp8.py has the spec)."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minitransformer.ops import mxfp8
+from minitransformer.ops.gpu import device
+from minitransformer.ops.gpu.nvfp4 import bits_of, e4m3_bits, e4m3_value, float_of, rows_of, tile
+from minitransformer.ops.gpu.tiles import to_bf16
+
+
+@triton.jit
+def decoded(code, field):
+    """bf16(E4M3 * 2^(field - 127)); the product in FP32 rounds where it is subnormal, as on the CPU."""
+    power = float_of(tl.where(field == 0, 0x00400000, field << 23))  # 255 << 23 is infinity; E8M0 has NaN there
+    return to_bf16(e4m3_value(code) * tl.where(field == 255, float("nan"), power))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def quantize_kernel(
+    x_ptr, order_ptr, codes_ptr, scales_ptr, decoded_ptr, faults_ptr, rows,
+    K: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, DECODE: tl.constexpr,
+    SLOT: tl.constexpr,
+):  # fmt: skip
+    """x [rows, K]; order: a fault names token order[row] // SLOTS (0: the row)."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    b = tl.program_id(1) * (COLUMNS // 32) + tl.arange(0, COLUMNS // 32)
+    at = row[:, None, None] * K + b[None, :, None] * 32 + tl.arange(0, 32)[None, None, :]
+    inside = (row < rows)[:, None] & (b < K // 32)[None, :]
+    x = tl.load(x_ptr + at, mask=inside[:, :, None], other=0.0).to(tl.float32)
+    top = tl.max(bits_of(x) & 0x7FFFFFFF, 2)
+    field = tl.maximum((top >> 23) - 8, 0)
+    y = x * float_of((254 - field) << 23)[:, :, None]
+    code = e4m3_bits(tl.abs(y)) | ((bits_of(y) >> 24) & 0x80)
+    tl.store(codes_ptr + at, code.to(tl.uint8), mask=inside[:, :, None])
+    tl.store(scales_ptr + row[:, None] * (K // 32) + b[None, :], field.to(tl.uint8), mask=inside)
+    if DECODE:
+        tl.store(decoded_ptr + at, decoded(code, field[:, :, None]), mask=inside[:, :, None])
+    bad = (row < rows) & (tl.max(tl.where(inside, top, 0), 1) >= 0x7F800000)
+    name = row if SLOTS == 0 else tl.load(order_ptr + row, mask=row < rows, other=0) // SLOTS
+    tl.atomic_min(faults_ptr + SLOT + tl.zeros_like(row), name.to(tl.int32), mask=bad)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def decode_kernel(codes_ptr, scales_ptr, out_ptr, blocks, BLOCKS: tl.constexpr):
+    """codes [blocks, 32] and scales [blocks] -> BF16 [blocks, 32]."""
+    b = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    at = b[:, None] * 32 + tl.arange(0, 32)[None, :]
+    code = tl.load(codes_ptr + at, mask=(b < blocks)[:, None], other=0).to(tl.int32)
+    field = tl.load(scales_ptr + b, mask=b < blocks, other=0).to(tl.int32)
+    tl.store(out_ptr + at, decoded(code, field[:, None]), mask=(b < blocks)[:, None])
+
+
+def quantize(
+    x: Tensor, decode: bool = False, fault: str = "mxfp8.quantize", plan=None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """x [..., K] -> codes, scales, and the decoded operand if wanted; faults as in gpu/nvfp4.py."""
+    rows, home = rows_of("mxfp8.quantize", x), x.device
+    K, codes = rows.shape[1], torch.empty(x.shape, dtype=torch.uint8, device=home)
+    scales = torch.empty(*x.shape[:-1], K // mxfp8.BLOCK, dtype=torch.uint8, device=home)
+    out = torch.empty(x.shape, dtype=torch.bfloat16, device=home) if decode else None
+    if rows.numel():
+        columns, count = tile(K, mxfp8.BLOCK)
+        order, slots = (codes, 0) if plan is None else (plan.order_R, plan.rows_TK.shape[1])
+        with torch.cuda.device(home):
+            quantize_kernel[(triton.cdiv(rows.shape[0], count), triton.cdiv(K, columns))](
+                rows, order, codes, scales, out if decode else codes, device.faults(home),
+                rows.shape[0], K, columns, count, slots, decode, device.slot(fault), num_warps=4, **device.ROWS,
+            )  # fmt: skip
+    return codes, scales, out
+
+
+def decode(codes: Tensor, scales: Tensor) -> Tensor:
+    """codes [..., K] and scales [..., K/32] uint8 -> BF16 [..., K]."""
+    home = codes.device
+    codes, scales = device.take("mxfp8.decode", home, torch.uint8, codes, scales)
+    out = torch.empty(codes.shape, dtype=torch.bfloat16, device=home)
+    if out.numel():
+        with torch.cuda.device(home):
+            decode_kernel[(triton.cdiv(scales.numel(), 128),)](
+                codes, scales, out, scales.numel(), 128, num_warps=4, **device.ROWS
+            )
+    return out

@@ -1,0 +1,244 @@
+// NVFP4 weights times BF16 rows on Hopper, the weights decoded from 4.5 bits in registers (quantised_linear/1).
+//
+// Packed weight of one expert (pack.py): for 16 rows of W and 64 of its columns 576 bytes, 32 lanes x 4 words of codes
+// and 8 x 2 words of block scales. Lane 4g + t holds rows g and g + 8; its word s holds the columns 16s + 4t + 0 .. 3.
+// They stand in the slots 2t, 2t + 1, 2t + 8, 2t + 9 of step s of mma.m16n8k16, and x is read in the same order: a
+// step's 16 products are added exactly, so their order is free, and each step has the spec's 16 columns.
+//
+// A word's four pairs (two neighbours of one row each) are a BF16 pair after one shift and a mask, or two: E2M1's
+// exponent and mantissa stand in BF16's lowest exponent bits and highest mantissa bit, which is code * 2^-126,
+// subnormal 0.5 included. A scale byte has 5 exponent and 3 mantissa bits; with exponent bits 0x7000 it is the BF16
+// scale * 2^107. Their BF16 product is exact: w * 2^-19 with w = code * scale, which is normal (|w| >= 2^-10 or 0).
+//
+// Why 2^-19 may stay in (EXACT 0) for NVFP4 activations: both operands are 0 or multiples of 2^-10 below 2^12, so the
+// products are multiples of 2^-39 below 2^5 after scaling. All exponents of a step lie above its floor of -133, an
+// accumulator is 0 or at least 2^-64 and below 2^5 * K, hence normal: the step only compares exponents and truncates
+// relative to the largest one, and 2^-19 moves all of them alike. The epilogue multiplies by 2^19, which is exact.
+// Other activations may reach the floor, so for them (EXACT 1) each pair is multiplied by 2^19 first.
+//
+// Compiled with: TILES (of 16 rows) a warp, WARPS a block, GROUPS of 8 rows of x a block, DEPTH of the weight's
+// prefetch in units of 64 columns (it divides their number), EXACT, FP32_OUT.
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef long long i64;
+
+#define ROWS_X (8 * GROUPS)
+#define UNIT 576
+#define TRIPLE 0x01C001C0u
+#define SIGN 0x80008000u
+
+__device__ __forceinline__ u32 mul2(u32 a, u32 b) {
+    u32 d;
+    asm("mul.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+
+// Scales of rows g and g + 8 for step s of a unit, each twice.
+__device__ __forceinline__ void scales_of(uint2 s, int step, u32 &low, u32 &high) {
+    u32 word = step < 2 ? s.x : s.y;
+    u32 pair = ((step & 1 ? word >> 4 : word << 4) & 0x0FF00FF0u) | 0x70007000u;
+    low = __byte_perm(pair, pair, 0x1010);
+    high = __byte_perm(pair, pair, 0x3232);
+}
+
+// One word -> the A registers of one step.
+template <bool TWICE>
+__device__ __forceinline__ void decode(u32 word, u32 low, u32 high, u32 (&a)[4]) {
+    a[0] = mul2(word & (TRIPLE | SIGN), low);
+    a[1] = mul2((word << 3) & (TRIPLE | SIGN), high);
+    a[2] = mul2(((word << 6) & TRIPLE) | ((word << 2) & SIGN), low);
+    a[3] = mul2(((word >> 3) & TRIPLE) | ((word << 1) & SIGN), high);
+    if (TWICE) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) a[i] = mul2(a[i], 0x49004900u);
+    }
+}
+
+__device__ __forceinline__ uint4 load_codes(const char *unit) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(unit));
+    return v;
+}
+
+__device__ __forceinline__ uint2 load_scales(const char *unit) {
+    uint2 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(unit));
+    return v;
+}
+
+// The expert of the group'th group of ROWS_X rows, its first row of the group and its end; expert = experts: none.
+__device__ __forceinline__ void expert_of(const i64 *bounds, int experts, int group, int &expert, int &first, int &end) {
+    int lane = threadIdx.x & 31, before = 0;
+    expert = experts;
+    for (int e0 = 0; e0 < experts; e0 += 128) {
+        int mine = e0 + 4 * lane, at[5], upto = 0;
+#pragma unroll
+        for (int i = 0; i < 5; i++) at[i] = (int)bounds[min(mine + i, experts)];
+#pragma unroll
+        for (int i = 0; i < 4; i++) upto += (at[i + 1] - at[i] + ROWS_X - 1) / ROWS_X;
+        int own = upto;
+#pragma unroll
+        for (int o = 1; o < 32; o *= 2) {
+            int other = __shfl_up_sync(~0u, upto, o);
+            if (lane >= o) upto += other;
+        }
+        u32 hit = __ballot_sync(~0u, before + upto > group);
+        if (hit) {
+            int place = group - (before + upto - own), e = 0;
+#pragma unroll
+            for (int i = 0; i < 3; i++) {
+                int tiles = (at[i + 1] - at[i] + ROWS_X - 1) / ROWS_X;
+                if (e == i && place >= tiles) place -= tiles, e = i + 1;
+            }
+            int begin = e == 0 ? at[0] : e == 1 ? at[1] : e == 2 ? at[2] : at[3];
+            int stop = e == 0 ? at[1] : e == 1 ? at[2] : e == 2 ? at[3] : at[4];
+            int lead = __ffs(hit) - 1;
+            expert = __shfl_sync(~0u, mine + e, lead);
+            first = __shfl_sync(~0u, begin + place * ROWS_X, lead);
+            end = __shfl_sync(~0u, stop, lead);
+            return;
+        }
+        before += __shfl_sync(~0u, upto, 31);
+    }
+}
+
+template <int USED>
+__device__ __forceinline__ void chain(const char *(&at)[TILES], const char *(&scale_at)[TILES], const char *x, int units,
+        int stride, float (&acc)[TILES][GROUPS][4], uint4 (&codes)[DEPTH][TILES], uint2 (&scales)[DEPTH][TILES]) {
+    for (int u0 = 0; u0 < units; u0 += DEPTH) {
+        const bool more = u0 + DEPTH < units;
+#pragma unroll
+        for (int d = 0; d < DEPTH; d++) {
+            int u = u0 + d;
+            uint4 c[TILES];
+            uint2 s[TILES];
+#pragma unroll
+            for (int i = 0; i < TILES; i++) {
+                c[i] = codes[d][i], s[i] = scales[d][i];
+                if (more) {
+                    codes[d][i] = load_codes(at[i] + (u + DEPTH) * UNIT);
+                    scales[d][i] = load_scales(scale_at[i] + (u + DEPTH) * UNIT);
+                }
+            }
+#pragma unroll
+            for (int step = 0; step < 4; step++) {
+                uint2 b[USED];
+#pragma unroll
+                for (int j = 0; j < USED; j++) b[j] = *(const uint2 *)(x + 8 * j * stride + u * 128 + step * 32);
+#pragma unroll
+                for (int i = 0; i < TILES; i++) {
+                    u32 low, high, a[4], word = step == 0 ? c[i].x : step == 1 ? c[i].y : step == 2 ? c[i].z : c[i].w;
+                    scales_of(s[i], step, low, high);
+                    decode<EXACT>(word, low, high, a);
+#pragma unroll
+                    for (int j = 0; j < USED; j++) {
+                        float *v = acc[i][j];
+                        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+                            "{%8, %9}, {%0, %1, %2, %3};" : "+f"(v[0]), "+f"(v[1]), "+f"(v[2]), "+f"(v[3])
+                            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[j].x), "r"(b[j].y));
+                    }
+                }
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void store(void *y, i64 at, float value) {
+#if FP32_OUT
+    ((float *)y)[at] = value;
+#else
+    u16 bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    ((u16 *)y)[at] = value == value ? bits : 0x7FC0;
+#endif
+}
+
+// x [R, K] BF16, bounds int64 [experts + 1], row_scale [R] or null, weight_scale [experts, N] -> y [R, N].
+// A block owns ROWS_X rows of one expert and 16 * TILES * WARPS columns of y; K is a multiple of 8.
+extern "C" __global__ void __launch_bounds__(32 * WARPS) product(const char *packed, const u16 *x, const float *row_scale,
+        const float *weight_scale, const i64 *bounds, void *y, int experts, int N, int K) {
+    extern __shared__ __align__(16) char shared[];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    const int tiles = (N + 15) / 16, blocks = (tiles + TILES * WARPS - 1) / (TILES * WARPS);
+    const int units = (K + 63) / 64, stride = units * 128 + 32;  // 32: four rows' pieces fill the 32 banks
+    int expert, first, end;
+    expert_of(bounds, experts, blockIdx.x / blocks, expert, first, end);
+    if (expert >= experts) return;
+
+    const char *at[TILES], *scale_at[TILES];
+    int tile[TILES];
+#pragma unroll
+    for (int i = 0; i < TILES; i++) {  // a tile past the end is the last one again
+        tile[i] = min((int)(blockIdx.x % blocks * WARPS + warp) * TILES + i, tiles - 1);
+        at[i] = packed + ((i64)expert * tiles + tile[i]) * units * UNIT + 16 * lane;
+        scale_at[i] = at[i] - 16 * lane + 512 + 8 * g;
+    }
+    uint4 codes[DEPTH][TILES];
+    uint2 scales[DEPTH][TILES];
+#pragma unroll
+    for (int d = 0; d < DEPTH; d++)
+#pragma unroll
+        for (int i = 0; i < TILES; i++) {
+            codes[d][i] = load_codes(at[i] + d * UNIT);
+            scales[d][i] = load_scales(scale_at[i] + d * UNIT);
+        }
+
+    const int rows = min(end - first, ROWS_X), pieces = units * 8;
+    const u32 base = (u32)__cvta_generic_to_shared(shared);
+    for (int p = threadIdx.x; p < rows * pieces; p += 32 * WARPS) {
+        int row = p / pieces, k = p % pieces * 8;
+        u32 to = base + row * stride + k * 2;
+        if (k < K)
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(x + (i64)(first + row) * K + k));
+        else  // zero weights times what lies there must be 0
+            asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" :: "r"(to), "r"(0));
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncthreads();
+
+    float acc[TILES][GROUPS][4] = {};
+    const char *mine = shared + g * stride + t * 8;
+    if (GROUPS == 1 || rows > 8) chain<GROUPS>(at, scale_at, mine, units, stride, acc, codes, scales);
+    else chain<1>(at, scale_at, mine, units, stride, acc, codes, scales);
+
+#pragma unroll
+    for (int j = 0; j < GROUPS; j++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            int row = 8 * j + 2 * t + (c & 1);
+            if (row >= rows) continue;
+            float row_factor = row_scale ? row_scale[first + row] : 1.0f;
+#pragma unroll
+            for (int i = 0; i < TILES; i++) {
+                int n = tile[i] * 16 + g + (c & 2 ? 8 : 0);
+                if (n >= N) continue;
+                float sum = EXACT ? acc[i][j][c] : __fmul_rn(acc[i][j][c], 524288.0f);
+                float factor = __fmul_rn(row_factor, weight_scale[(i64)expert * N + n]);
+                store(y, (i64)(first + row) * N + n, __fmul_rn(sum, factor));
+            }
+        }
+}
+
+// packed -> W = code * scale, BF16 [experts, N, K]; a warp a unit.
+extern "C" __global__ void __launch_bounds__(256) unpack(const char *packed, u16 *w, int count, int N, int K) {
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, tiles = (N + 15) / 16, units = (K + 63) / 64;
+    const int unit = blockIdx.x * 8 + (threadIdx.x >> 5);
+    if (unit >= count) return;
+    const char *at = packed + (i64)unit * UNIT;
+    uint4 c = load_codes(at + 16 * lane);
+    uint2 s = load_scales(at + 512 + 8 * g);
+    const int tile = unit / units % tiles, k0 = unit % units * 64;
+    u16 *out = w + ((i64)(unit / units / tiles) * N + tile * 16) * K + k0;
+#pragma unroll
+    for (int step = 0; step < 4; step++) {
+        u32 low, high, a[4], word = step == 0 ? c.x : step == 1 ? c.y : step == 2 ? c.z : c.w;
+        scales_of(s, step, low, high);
+        decode<true>(word, low, high, a);
+        int k = 16 * step + 4 * t;
+        if (k0 + k >= K) continue;
+        if (tile * 16 + g < N) *(uint2 *)(out + (i64)g * K + k) = make_uint2(a[0], a[2]);
+        if (tile * 16 + g + 8 < N) *(uint2 *)(out + (i64)(g + 8) * K + k) = make_uint2(a[1], a[3]);
+    }
+}
