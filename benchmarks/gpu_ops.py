@@ -39,7 +39,7 @@ def main() -> None:
         print("no CUDA device: nothing measured")
         return
     import triton
-    from gpu_bench import attend, products
+    from gpu_bench import attend, products, quantised
     from gpu_bench import rows as row_ops
     from gpu_bench.timing import geometric_mean
 
@@ -48,7 +48,8 @@ def main() -> None:
     machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}"
     print(f"{machine}, Python {platform.python_version()}")
     sources = {"dense": products.dense, "grouped": products.grouped, "prefill": attend.prefill, "decode": attend.decode}
-    sources["rows"] = row_ops.rows
+    sources |= {"rows": row_ops.rows, "fp4": quantised.products, "experts": quantised.experts}
+    sources["quantise"] = quantised.quantisers
     begin, rows = time.monotonic(), []
     for op in args.ops:
         print(f"-- {op}")

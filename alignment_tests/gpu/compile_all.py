@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from alignment_tests.gpu import backward_cases
+from alignment_tests.gpu import backward_cases, quantised_cases
 from alignment_tests.gpu.row_cases import rows
 from minitransformer.ops.gpu import attention, attention_decode, attention_prefill, device, grouped_linear, linear
 
@@ -130,7 +130,7 @@ def row_cases() -> list[Case]:
 def tensor_core_cases() -> list[Case]:
     return [
         *_linear(), *_grouped_linear(), *_attention(), *_attention_rings(), *_fold(),
-        *(Case(*case) for case in backward_cases.products()),
+        *(Case(*case) for case in (*backward_cases.products(), *quantised_cases.products())),
     ]  # fmt: skip
 
 

@@ -2,7 +2,21 @@
 
 from collections.abc import Iterator
 
-from minitransformer.ops.gpu import copy, device, dispatch, embedding, logprob, rms_norm, rope, router, sample, swiglu
+from minitransformer.ops.gpu import (
+    copy,
+    device,
+    dispatch,
+    embedding,
+    logprob,
+    mxfp8,
+    nvfp4,
+    quantised_linear,
+    rms_norm,
+    rope,
+    router,
+    sample,
+    swiglu,
+)
 
 FOUND = {name: device.slot(name) for name in device.FAULTS}
 
@@ -68,8 +82,28 @@ def _rest() -> Iterator[tuple]:
     yield "sample keys", sample.keys_kernel, ("*fp32", "*fp32", "*fp32", "*i64", "*i64", "i32!"), (sample.BLOCK,)
 
 
+def _quantised() -> Iterator[tuple]:
+    for K in (576, 768, 2048):
+        for kind in ("*bf16", "*fp32"):
+            for decode in (False, True):
+                name, slots = f"{K} {kind}{' decoded' if decode else ''}", 8 if decode else 0
+                types = (kind, "*fp32", "*i64", "*u8", "*u8", "*fp32", "*bf16", "*i32", "i32!", "i32!")
+                constants = (K, *nvfp4.tile(K, 16), slots, decode, FOUND["nvfp4.quantize"], FOUND["nvfp4.amax"])
+                yield f"nvfp4 {name}", nvfp4.quantize_kernel, types, constants
+                types = (kind, "*i64", "*u8", "*u8", "*bf16", "*i32", "i32!")
+                constants = (K, *nvfp4.tile(K, 32), slots, decode, FOUND["mxfp8.quantize"])
+                yield f"mxfp8 {name}", mxfp8.quantize_kernel, types, constants
+    yield "nvfp4 decode", nvfp4.decode_kernel, ("*u8", "*u8", "*bf16", "i32!"), (256,)
+    yield "mxfp8 decode", mxfp8.decode_kernel, ("*u8", "*u8", "*bf16", "i32!"), (128,)
+    for kind in ("*bf16", "*fp32"):
+        yield f"nvfp4 {kind} amax", nvfp4.amax_kernel, (kind, "*fp32", "i32!", "i32"), (4, 512)
+    types = ("*fp32", "*i64", "*i32", "i32!")
+    yield "refuse", quantised_linear.refuse_kernel, types, (8, FOUND["experts.down"])
+
+
 def rows() -> Iterator[tuple]:
     """(name, kernel, types, constants)."""
     yield from _norms()
     yield from _routing()
     yield from _rest()
+    yield from _quantised()

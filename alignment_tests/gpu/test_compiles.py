@@ -1,21 +1,27 @@
 """Every Triton kernel compiles for sm_90a on any machine, to the arithmetic that the specs name and no other."""
 
 import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed: nothing to compile")
 
+import triton
 from triton.backends.compiler import GPUTarget
 
 from alignment_tests.gpu.compile_all import Case, resources, row_cases, tensor_core_cases
-from minitransformer.ops.gpu import attention, linear
+from minitransformer.errors import UnsupportedDevice
+from minitransformer.ops.gpu import attention, cuda, linear, quantised_linear
 
 # FP32 arithmetic in PTX that an operator may contain beside the tensor core's; an FMA only where tl.fma stands.
 PLAIN = {"mul.rn.f32", "add.rn.f32", "sub.rn.f32", "max.f32", "setp.num.f32", "setp.nan.f32"}
 ALLOWED = {
     "linear": PLAIN,
     "grouped_linear": PLAIN,
+    "quantised_linear": PLAIN,
     # div.rn is the IEEE divide at the end; ex2.approx.ftz is exp2_hw of rounding.py.
     "attention": PLAIN | {"div.rn.f32", "ex2.approx.ftz.f32"},
     "backward": PLAIN | {"ex2.approx.ftz.f32"},
@@ -28,6 +34,7 @@ SHARED_LIMIT = 232448  # bytes of shared memory that a CTA of Hopper may have
 EXP = {"fma.rn.f32", "div.rn.f32"}
 ROWS = {
     "rms_norm": {"div.rn.f32", "sqrt.rn.f32"}, "rope": set(), "router": EXP, "plan": set(), "combine": set(),
+    "nvfp4": {"div.rn.f32", "min.f32"}, "mxfp8": set(), "refuse": set(),
     "combine_weighted": {"fma.rn.f32"}, "copy": set(), "copy_amax": set(), "embedding": set(), "swiglu": EXP,
     "logprob": EXP | {"cvt.rn.f32"},
     "backward": {"div.rn.f32", "cvt.f64.f32", "add.rn.f64", "mul.rn.f64", "fma.rn.f64"},
@@ -71,6 +78,42 @@ def test_row_operator_compiles_to_the_arithmetic_of_the_spec(case: Case):
     assert ".ftz" not in compiled.asm["ptx"], "subnormals would be flushed"
     assert compiled.metadata.shared <= SHARED_LIMIT
     assert " 0 B stack" in resources(compiled), "spills"
+
+
+def _cubin(defines: tuple[tuple[str, int], ...], folder: Path) -> bytes:
+    """By NVRTC as on a GPU, or by nvcc; skipped where this machine has neither."""
+    try:
+        return cuda.compile_source(quantised_linear.SOURCE, defines)
+    except UnsupportedDevice:
+        if shutil.which("nvcc") is None:
+            pytest.skip("neither NVRTC nor nvcc is installed")
+    source, out = Path(cuda.__file__).with_name(quantised_linear.SOURCE), folder / "out.cubin"
+    options = [*cuda.OPTIONS, "-arch=sm_90", "-cubin", *(f"-D{name}={value}" for name, value in defines)]
+    subprocess.run(["nvcc", *options, "-o", out, source], check=True)
+    return out.read_bytes()
+
+
+@pytest.mark.parametrize("schedule", quantised_linear.PACKED_CANDIDATES, ids=str)
+def test_the_packed_product_compiles_to_the_arithmetic_of_the_spec(schedule, tmp_path):
+    """Machine code: the tensor core, exact BF16 products, FP32 multiplications of the epilogue, and no other floats."""
+    for exact in (False, True):
+        (tmp_path / "code").write_bytes(_cubin(schedule.defines(exact, fp32=not exact), tmp_path))
+        tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+        text = subprocess.run([tool, "-sass", tmp_path / "code"], capture_output=True, text=True).stdout
+        found = set(re.findall(r"\b([HFD](?:MMA|MUL|ADD|FMA|SETP|SET)2?\b[.\w]*)", text))
+        names = {name.split(".")[0] for name in found}
+        # HFMA2 is a product too: the compiler spreads them over two pipes, adding -0.
+        assert {"HMMA", "HMUL2", "FMUL"} <= names <= {"HMMA", "HMUL2", "HFMA2", "FMUL", "FSETP"}, found
+        assert not any("FTZ" in name for name in found)
+        assert "HMMA.16816.F32.BF16" in found
+        assert text.count("STL") <= 2, "spills"  # a value that only the epilogue needs
+
+
+@pytest.mark.parametrize(("K", "rows"), [(K, R) for K in (64, 96, 576, 768, 2048, 4096) for R in (1, 512, 4096)])
+def test_the_chosen_packed_schedules_are_candidates(K, rows):
+    schedule = quantised_linear.choose_packed(rows, 128, K)
+    assert schedule in quantised_linear.PACKED_CANDIDATES and schedule.fits(K)
+    assert quantised_linear.choose(rows, 128) in quantised_linear.CANDIDATES
 
 
 @pytest.mark.parametrize("capability", [80, 100])

@@ -1,5 +1,7 @@
 """Whole models on the GPU against the CPU's bits at every stage, packed (learner) and paged (sampler)."""
 
+from functools import lru_cache
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from minitransformer.alignment.trace import Noter
 from minitransformer.batch import Batch
 from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from minitransformer.ops import logprob
+from minitransformer.recipe import RECIPES
 from minitransformer.sampler.cache import KVCache
 from minitransformer.sampler.sampler import Sampler
 from minitransformer.sampler.sequence import RequestError, SamplingParams
@@ -31,6 +34,15 @@ DEMO = dict(
     tie_word_embeddings=True,
 )  # fmt: skip
 MODELS = {"tiny": ({}, [1, 24, 2, 65, 90]), "demo's shape": (DEMO, [1, 64, 130, 7]), "a real layer": (LAYER, [33, 5])}
+RUNS = {name: (name, "bf16") for name in MODELS} | {
+    f"{name} {recipe}": (name, recipe)
+    for name, recipes in (
+        ("tiny", [name for name in RECIPES if name != "bf16"]),
+        ("demo's shape", ["nvfp4_per_token", "w4a8_mxfp8"]),
+        ("a real layer", ["nvfp4_per_token", "nvfp4_per_row", "w4a16", "w4a8_mxfp8"]),
+    )
+    for recipe in recipes
+}
 
 
 class Stages(Noter):
@@ -57,17 +69,26 @@ def compare(cpu: Qwen3MoeForCausalLM, gpu: Qwen3MoeForCausalLM, batch: Batch, ca
     agree([logprob.logprob(on_gpu, ids.cuda(), 0.9)], [logprob.logprob(logits, ids, 0.9)], f"{what} log-probs")
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def models(request):
-    changes, lengths = MODELS[request.param]
-    cpu = tiny_model(**changes)
+@lru_cache(maxsize=1)
+def pair(name: str) -> tuple[Qwen3MoeForCausalLM, Qwen3MoeForCausalLM]:
+    cpu = tiny_model(**MODELS[name][0])
     gpu = Qwen3MoeForCausalLM(cpu.config)
     gpu.load_state_dict(cpu.state_dict())
-    return cpu, gpu.to("cuda"), lengths
+    return cpu, gpu.to("cuda")
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def models(request):
+    name, recipe = RUNS[request.param]
+    for model in pair(name):
+        model.set_recipe(recipe)
+    return *pair(name), MODELS[name][1]
 
 
 def test_packed(models):
     cpu, gpu, lengths = models
+    if cpu.recipe.name != "bf16" and cpu.config.num_experts == 128:
+        lengths = [270, *lengths]  # enough rows for the form that decodes the weight beforehand
     sequences = [inputs.integers(50 + i, cpu.config.vocab_size, n).tolist() for i, n in enumerate(lengths)]
     compare(cpu, gpu, Batch.packed(sequences), what="packed")
 
@@ -105,6 +126,7 @@ def test_an_update_of_the_weights_is_seen(models):
     with torch.no_grad():
         for model in (cpu, gpu):
             model.layers[0].attn.qkv.weight.mul_(-0.5)
+            model.layers[0].mlp.gate_up.weight.mul_(-0.5)
     compare(cpu, gpu, Batch.packed([[1, 2, 3, 4, 5]]), what="after an update")
 
 

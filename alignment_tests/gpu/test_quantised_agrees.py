@@ -26,7 +26,7 @@ def finite(x: torch.Tensor) -> torch.Tensor:
 
 
 def quiet_blocks(seed: int, *shape: int) -> torch.Tensor:
-    """Blocks of every size below the row's: scales normal, subnormal and 0; zeros of both signs; whole rows of zeros."""
+    """Blocks of every size below the row's: scales normal, subnormal and 0; zeros of both signs; rows of zeros."""
     x = inputs.bf16(seed, *shape).float().unflatten(-1, (-1, 16))
     x = x * torch.exp2(-inputs.integers(seed + 1, 26, *x.shape[:-1], 1).float())
     x = torch.where(inputs.integers(seed + 2, 9, *x.shape[:-1], 1) == 0, -0.0, x).flatten(-2)
@@ -45,6 +45,11 @@ KINDS = {kind: lambda *a, make=make: finite(make(*a)) for kind, make in VALUES.i
 }  # fmt: skip
 
 
+def both_types(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """BF16, and FP32 that is no BF16."""
+    return x, finite(x.float() * 1.0009765625)
+
+
 def parts(q) -> list[torch.Tensor]:
     return [q.codes, q.scales, *([q.outer] if isinstance(q, nvfp4.Nvfp4) else [])]
 
@@ -57,8 +62,7 @@ def test_known_answer(name):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("K", [16, 48, 576, 768, 2048, 4112])
 def test_nvfp4(K, kind):
-    x = KINDS[kind](1, 3, 64, K)
-    for x in (x, x.float() * 1.0009765625 if kind != "finite" else x.float()):  # FP32 that is no BF16
+    for x in both_types(KINDS[kind](1, 3, 64, K)):
         for outer in ("row", "tensor", "expert"):
             want, got = nvfp4.quantize(x, outer), nvfp4.quantize(x.cuda(), outer)
             agree(parts(got), parts(want), f"{outer} {x.dtype}")
@@ -90,8 +94,7 @@ def test_nvfp4_decodes_every_code_and_scale():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("K", [32, 96, 576, 2048, 4128])
 def test_mxfp8(K, kind):
-    x = KINDS[kind](2, 3, 65, K)
-    for x in (x, x.float() * 1.0009765625 if kind != "finite" else x.float()):
+    for x in both_types(KINDS[kind](2, 3, 65, K)):
         want, (got, decoded) = mxfp8.quantize(x), mxfp8.quantize_decoded(x.cuda())
         agree([*parts(got), *parts(mxfp8.quantize(x.cuda()))], [*parts(want), *parts(want)], f"{x.dtype}")
         wanted = mxfp8.decode(want)

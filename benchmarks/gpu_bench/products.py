@@ -27,7 +27,7 @@ def name(tile) -> str:
     return ("" if kind in ("Tile", "Schedule") else kind) + str(tuple(tile))
 
 
-def schedules(tiles, run, want, calls_of) -> dict[str, float | str]:
+def schedules(tiles, run, want, calls_of, differing=differing) -> dict[str, float | str]:
     """Milliseconds of each schedule that has the bits of `want`; of the others, what is wrong."""
     times = {}
     for tile in tiles:
@@ -78,7 +78,7 @@ def dense(rows=ROWS) -> Iterator[dict]:
         del weights
 
 
-def _routing(T: int, seed: int) -> tuple[dispatch.Plan, dispatch.Plan]:
+def routing(T: int, seed: int) -> tuple[dispatch.Plan, dispatch.Plan]:
     """A plan of TOP_K distinct experts a token, uniform, on the CPU and on the GPU."""
     gen = torch.Generator().manual_seed(seed)
     plan = dispatch.plan(torch.rand(T, EXPERTS, generator=gen).topk(TOP_K).indices, EXPERTS)
@@ -102,7 +102,7 @@ def grouped(tokens=TOKENS) -> Iterator[dict]:
     for name, N, K in (("fc1", 1536, 2048), ("fc2", 2048, 768)):
         w = torch.randn(EXPERTS, N, K, device="cuda", dtype=BF16) * K**-0.5
         for T in tokens:
-            plans = [_routing(T, seed) for seed in range(4 if T < 16 else 1)]  # few tokens: other experts each time
+            plans = [routing(T, seed) for seed in range(4 if T < 16 else 1)]  # few tokens: other experts each time
             (host, plan), R = plans[0], T * TOP_K
             x, weights = torch.randn(R, K, device="cuda", dtype=BF16), torch.rand(T, TOP_K, device="cuda")
             scale = weights if name == "fc2" else None

@@ -28,8 +28,9 @@ def _library(*names: str) -> ctypes.CDLL:
 
 
 def _nvrtc() -> ctypes.CDLL:
-    import_of_torch_loads_it = torch.version.cuda or "13.0"
-    return _library(f"libnvrtc.so.{import_of_torch_loads_it.split('.')[0]}", "libnvrtc.so")
+    name = f"libnvrtc.so.{(torch.version.cuda or '13.0').split('.')[0]}"
+    beside_torch = sorted(Path(torch.__file__).parents[1].glob(f"nvidia/*/lib/{name}"))
+    return _library(name, *map(str, beside_torch), "libnvrtc.so")
 
 
 def _driver() -> ctypes.CDLL:

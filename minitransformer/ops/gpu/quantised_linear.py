@@ -86,10 +86,11 @@ def refuse_kernel(amax_ptr, order_ptr, faults_ptr, rows, SLOTS: tl.constexpr, SL
 CANDIDATES = (
     Tile(16, 128, 128, 4, 4, swap=True), Tile(64, 128, 64, 4, 4), Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 3),
 )  # fmt: skip
+# Every depth that may have to divide the number of units, and what was worth a try.
 PACKED_CANDIDATES = (
-    Packed(1, 4, 1, 4), Packed(1, 4, 1, 8), Packed(1, 8, 1, 4), Packed(1, 8, 1, 8), Packed(2, 4, 1, 4),
-    Packed(1, 8, 2, 4), Packed(1, 8, 2, 8), Packed(2, 4, 2, 4), Packed(2, 8, 2, 4), Packed(1, 4, 1, 6),
-    Packed(1, 8, 2, 6), Packed(1, 8, 4, 4), Packed(2, 8, 4, 4), Packed(1, 4, 2, 3), Packed(1, 8, 2, 1),
+    *(Packed(1, warps, groups, depth) for warps, groups in ((4, 1), (8, 2)) for depth in (1, 2, 3, 4, 6, 8)),
+    Packed(1, 8, 1, 4), Packed(1, 8, 1, 6), Packed(1, 8, 1, 8), Packed(2, 4, 1, 4), Packed(1, 4, 2, 4),
+    Packed(2, 4, 2, 4), Packed(2, 8, 2, 4), Packed(1, 8, 4, 4), Packed(2, 8, 4, 4),
 )  # fmt: skip
 
 
