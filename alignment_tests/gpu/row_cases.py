@@ -11,6 +11,7 @@ from minitransformer.ops.gpu import (
     mxfp8,
     nvfp4,
     quantised_linear,
+    quantised_rows,
     rms_norm,
     rope,
     router,
@@ -93,6 +94,12 @@ def _quantised() -> Iterator[tuple]:
                 types = (kind, "*i64", "*u8", "*u8", "*bf16", "*i32", "i32!")
                 constants = (K, *nvfp4.tile(K, 32), slots, decode, FOUND["mxfp8.quantize"])
                 yield f"mxfp8 {name}", mxfp8.quantize_kernel, types, constants
+    types = ("*i64", "*bf16", "*u8", "*u8", "*fp32", "*bf16", "*i32", "i32!")
+    for K, columns in ((576, 1024), (768, 1024), (2048, 2048)):
+        for gather in (True, False):
+            constants = (K, columns, nvfp4.tile(columns, 16)[1], 8, gather, FOUND["experts.down"])
+            name, kind = f"quantised_rows {K} {'gather' if gather else 'swiglu'}", "*bf16" if gather else "*fp32"
+            yield name, quantised_rows.rows_kernel, (kind, *types), constants
     yield "nvfp4 decode", nvfp4.decode_kernel, ("*u8", "*u8", "*bf16", "i32!"), (256,)
     yield "mxfp8 decode", mxfp8.decode_kernel, ("*u8", "*u8", "*bf16", "i32!"), (128,)
     for kind in ("*bf16", "*fp32"):

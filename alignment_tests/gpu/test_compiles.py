@@ -35,6 +35,7 @@ EXP = {"fma.rn.f32", "div.rn.f32"}
 ROWS = {
     "rms_norm": {"div.rn.f32", "sqrt.rn.f32"}, "rope": set(), "router": EXP, "plan": set(), "combine": set(),
     "nvfp4": {"div.rn.f32", "min.f32"}, "mxfp8": set(), "refuse": set(),
+    "quantised_rows": EXP | {"min.f32"},
     "combine_weighted": {"fma.rn.f32"}, "copy": set(), "copy_amax": set(), "embedding": set(), "swiglu": EXP,
     "logprob": EXP | {"cvt.rn.f32"},
     "backward": {"div.rn.f32", "cvt.f64.f32", "add.rn.f64", "mul.rn.f64", "fma.rn.f64"},

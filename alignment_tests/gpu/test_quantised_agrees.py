@@ -10,7 +10,7 @@ from alignment_tests.goldens import quantised
 from alignment_tests.gpu.test_agrees import COUNTS, plan_of
 from alignment_tests.gpu.values import BF16, VALUES, agree
 from minitransformer.errors import InputError
-from minitransformer.ops import gpu, mxfp8, nvfp4
+from minitransformer.ops import dispatch, gpu, mxfp8, nvfp4, swiglu
 from minitransformer.ops import quantised_linear as op
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -101,11 +101,38 @@ def test_mxfp8(K, kind):
         agree([mxfp8.decode(got), decoded], [wanted, wanted], f"decode {x.dtype}")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("K", [16, 96, 384, 576, 768, 2048])
+def test_rows_quantised_as_they_are_produced(K, kind):
+    """Gather, and SwiGLU, with the row's NVFP4 by the same kernel; the gradients are the producer's."""
+    for T in (1, 33):
+        plan = dispatch.plan(inputs.integers(13, 8, T, 4), 8)
+        on, x, wide = plan.to("cuda"), KINDS[kind](14, T, K), KINDS[kind](15, 4 * T, 2 * K).float() * 1.0009765625
+        wide = torch.where(wide.abs() < 1e15, wide, 1.0)  # the product of gate and up is finite
+        cases = (
+            (dispatch.gather_amax, gpu.quantised_rows.gather, x, (plan,)),
+            (swiglu.swiglu_amax, gpu.quantised_rows.swiglu, wide, ()),
+        )
+        for plain, fused, x, more in cases:
+            leaves = x.clone().requires_grad_(), x.cuda().requires_grad_()
+            want, amax = plain(leaves[0], *more)
+            got, q, decoded = fused(leaves[1], on)
+            wanted, wanted_decoded = nvfp4.quantize_decoded(want.detach(), amax)
+            agree([got, *parts(q), decoded], [want, *parts(wanted), wanted_decoded], f"{fused.__name__} {T}")
+            dy = inputs.bf16(16, *want.shape)
+            want.backward(dy), got.backward(dy.cuda())
+            if kind not in ("finite", "tiny"):
+                agree([leaves[1].grad], [leaves[0].grad], f"{fused.__name__} {T} back")
+    gpu.device.check(torch.device("cuda", 0))
+
+
 def test_bad_values_are_named_at_the_next_check():
     home, x = torch.device("cuda", 0), inputs.bf16(3, 12, 64)
     bad, plan = x.clone(), plan_of([5, 0, 7], 2, seed=4)
     bad[7, 3], bad[9, 1] = torch.inf, torch.nan
     token = min(int(plan.order_R[r]) // 2 for r in (7, 9))
+    tokens = inputs.bf16(4, 6, 64)
+    tokens[token, 5], both = torch.nan, torch.cat([bad, bad], 1).cuda().float()
     amax, plan = nvfp4.row_amax(bad).cuda(), plan.to(home)
     cases = {
         "nvfp4.quantize: row 7": lambda: nvfp4.quantize(bad.cuda()),
@@ -114,6 +141,8 @@ def test_bad_values_are_named_at_the_next_check():
         f"experts.gate_up: row {token}: ": lambda: nvfp4.quantize_decoded(
             bad.cuda(), amax, "experts.gate_up", plan),
         f"experts.down: row {token}: the": lambda: mxfp8.quantize_decoded(bad.cuda(), "experts.down", plan),
+        f"experts.gate_up: row {token}: t": lambda: gpu.quantised_rows.gather(tokens.cuda(), plan),
+        f"experts.down: row {token}: t": lambda: gpu.quantised_rows.swiglu(both, plan),
         f"experts.down: row {token}: ": lambda: gpu.quantised_linear.refuse_non_finite(
             amax, plan, "experts.down"),
     }  # fmt: skip

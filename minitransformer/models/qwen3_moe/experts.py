@@ -51,40 +51,52 @@ class QuantisedExperts:
     _made: dict[str, tuple] = field(default_factory=dict, repr=False)
 
     def __call__(self, mlp, x_TD: Tensor, plan: Plan, weights_TK: Tensor, note) -> Tensor:
-        x_RD, amax_R = dispatch.gather_amax(x_TD, plan)
-        gate_up_R2F = self._product(mlp, "gate_up", x_RD, amax_R, plan, torch.float32, note)
+        rows = self._rows("gate_up", x_TD, plan, note)
+        gate_up_R2F = self._product(mlp, "gate_up", *rows, plan, torch.float32)
         note("gate_up", gate_up_R2F, plan)
-        h_RF, amax_R = swiglu_amax(gate_up_R2F)
-        note("swiglu", h_RF, plan)
-        y_RD = self._product(mlp, "down", h_RF, amax_R, plan, torch.bfloat16, note)
+        rows = self._rows("down", gate_up_R2F, plan, note)
+        y_RD = self._product(mlp, "down", *rows, plan, torch.bfloat16)
         note("down", y_RD, plan)
         return dispatch.combine_weighted(y_RD, plan, weights_TK)
 
-    def _product(self, mlp, name: str, x_RK: Tensor, amax_R: Tensor, plan: Plan, out_dtype, note) -> Tensor:
-        _refuse_non_finite(name, amax_R, plan)
+    def _product(self, mlp, name: str, x_RK: Tensor, operand: tuple, plan: Plan, out_dtype) -> Tensor:
         layer = getattr(mlp, name)
-        operand = self._activation(name, x_RK, amax_R, plan, lambda stage, x: note(f"{name}_{stage}", x, plan))
         weight = None if layer is None else layer.weight
         return quantised_linear(
             x_RK, weight, operand, self.weight_operand(name, weight, x_RK.device), plan, out_dtype, self.recipe.backward
         )
 
-    def _activation(self, name: str, x_RK: Tensor, amax_R: Tensor, plan: Plan, note) -> tuple[Tensor, Tensor | None]:
-        """The decoded operand and its outer scales."""
-        x_RK, fault = x_RK.detach(), f"experts.{name}"
+    def _rows(self, name: str, x: Tensor, plan: Plan, note) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
+        """A product's BF16 input, and as it reads it: the decoded operand and outer scales FP32 [R] or None.
+
+        gate_up: tokens x [T, D], gathered. down: SwiGLU of x [R, 2F] FP32.
+        """
+        gathers = name == "gate_up"
+        if self.recipe.activation_scale == "row" and x.is_cuda and gpu.quantised_rows.serves(x.shape[1]):
+            x_RK, q, decoded = (gpu.quantised_rows.gather if gathers else gpu.quantised_rows.swiglu)(x, plan)
+        else:
+            x_RK, amax_R = dispatch.gather_amax(x, plan) if gathers else swiglu_amax(x)
+            _refuse_non_finite(name, amax_R, plan)
+            q, decoded = self._quantise(f"experts.{name}", x_RK.detach(), amax_R, plan)
+        if not gathers:
+            note("swiglu", x_RK, plan)
+        if q is not None:
+            for part in ("codes", "scales", "outer"):
+                if hasattr(q, part):
+                    note(f"{name}_{part}", getattr(q, part), plan)
+        return x_RK, (decoded, getattr(q, "outer", None))
+
+    def _quantise(self, fault: str, x_RK: Tensor, amax_R: Tensor, plan: Plan):
+        """(what the recipe's activations become, None in BF16; decoded BF16)."""
         if self.recipe.activations == "bf16":
             if x_RK.is_cuda:
                 gpu.quantised_linear.refuse_non_finite(amax_R, plan, fault)
-            return x_RK, None
+            return None, x_RK
         if self.recipe.activations == "mxfp8":
-            q, decoded = mxfp8.quantize_decoded(x_RK, fault, plan)
-            note("codes", q.codes), note("scales", q.scales)
-            return decoded, None
+            return mxfp8.quantize_decoded(x_RK, fault, plan)
         if self.recipe.activation_scale == "tensor":  # one outer scale for whoever shares the batch: the fault on show
             amax_R = amax_R.max().expand_as(amax_R).contiguous()
-        q, decoded = nvfp4.quantize_decoded(x_RK, amax_R, fault, plan)
-        note("codes", q.codes), note("scales", q.scales), note("outer", q.outer)
-        return decoded, q.outer
+        return nvfp4.quantize_decoded(x_RK, amax_R, fault, plan)
 
     def quantised(self, name: str, weight: Tensor | None) -> Nvfp4:
         """The quantised weight: codes [E, N, K/2], block scales [E, N, K/16], outer scales [E, N] or fewer."""

@@ -67,8 +67,26 @@ def outer_of(g):
 
 
 @triton.jit
-def store_decoded(out_ptr, at, bits, inside):
-    tl.store(out_ptr + at, bits.to(tl.bfloat16, bitcast=True), mask=inside)
+def quantised(x, top, s_enc, s_dec):
+    """FP32 [rows, blocks, 16] and its blocks' magnitudes, outer scales [rows] -> codes, scale bits, scales as FP32."""
+    d = e4m3_bits(tl.minimum(float_of(top) * (s_enc * _SIXTH)[:, None], _FLT_MAX))
+    scale = e4m3_value(d)
+    enc = tl.minimum(div(tl.full(d.shape, 1.0, tl.float32), scale * s_dec[:, None]), _FLT_MAX)
+    return e2m1_code(x * enc[:, :, None]), d, scale
+
+
+@triton.jit
+def store_quantised(
+    codes_ptr, scales_ptr, decoded_ptr, row, b, inside, code, d, scale, K: tl.constexpr, DECODE: tl.constexpr
+):
+    low, high = tl.split(tl.reshape(code, (code.shape[0], code.shape[1], 8, 2)))
+    half = row[:, None, None] * (K // 2) + b[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    tl.store(codes_ptr + half, (low | (high << 4)).to(tl.uint8), mask=inside[:, :, None])
+    tl.store(scales_ptr + row[:, None] * (K // 16) + b[None, :], d.to(tl.uint8), mask=inside)
+    if DECODE:
+        at = row[:, None, None] * K + b[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+        bits = decoded_bits(code, scale[:, :, None])
+        tl.store(decoded_ptr + at, bits.to(tl.bfloat16, bitcast=True), mask=inside[:, :, None])
 
 
 @triton.jit(do_not_specialize=["rows", "group"])
@@ -89,16 +107,8 @@ def quantize_kernel(
     inside = (row < rows)[:, None] & (b < K // 16)[None, :]
     x = tl.load(x_ptr + at, mask=inside[:, :, None], other=0.0).to(tl.float32)
     top = tl.max(bits_of(x) & 0x7FFFFFFF, 2)
-    d = e4m3_bits(tl.minimum(float_of(top) * (s_enc * _SIXTH)[:, None], _FLT_MAX))
-    scale = e4m3_value(d)
-    enc = tl.minimum(div(tl.full(d.shape, 1.0, tl.float32), scale * s_dec[:, None]), _FLT_MAX)
-    code = e2m1_code(x * enc[:, :, None])
-    low, high = tl.split(tl.reshape(code, (ROWS, COLUMNS // 16, 8, 2)))
-    half = row[:, None, None] * (K // 2) + b[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-    tl.store(codes_ptr + half, (low | (high << 4)).to(tl.uint8), mask=inside[:, :, None])
-    tl.store(scales_ptr + row[:, None] * (K // 16) + b[None, :], d.to(tl.uint8), mask=inside)
-    if DECODE:
-        store_decoded(decoded_ptr, at, decoded_bits(code, scale[:, :, None]), inside[:, :, None])
+    code, d, scale = quantised(x, top, s_enc, s_dec)
+    store_quantised(codes_ptr, scales_ptr, decoded_ptr, row, b, inside, code, d, scale, K, DECODE)
     row_top = tl.max(tl.where(inside, top, 0), 1)
     bad = row_top >= _INFINITY_BITS
     small = (float_of(row_top) > g) | ~(g < float("inf"))
@@ -118,7 +128,8 @@ def decode_kernel(codes_ptr, scales_ptr, out_ptr, blocks, BLOCKS: tl.constexpr):
     # One NaN for all, with the scale's sign, as the CPU's table has it.
     nan = tl.where(bits_of(scale) < 0, -0x40, 0x7FC0).to(tl.int16)
     bits = tl.where(scale == scale, decoded_bits(code, scale), nan)
-    store_decoded(out_ptr, b[:, None] * 16 + tl.arange(0, 16)[None, :], bits, inside)
+    at = b[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tl.store(out_ptr + at, bits.to(tl.bfloat16, bitcast=True), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
