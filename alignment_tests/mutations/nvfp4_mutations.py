@@ -14,8 +14,9 @@ from torch import Tensor
 from alignment_tests import nvfp4_oracle
 from alignment_tests.mutations import Mutation, patched
 from alignment_tests.nvfp4_oracle import TIES, Oracle
-from alignment_tests.ops import test_mxfp8, test_nvfp4
+from alignment_tests.ops import test_mxfp8, test_nvfp4, test_pack
 from minitransformer.ops import mxfp8, nvfp4
+from minitransformer.ops.gpu import pack
 from minitransformer.ops.nvfp4 import Nvfp4
 
 QUANTIZE, DECODE, OUTER_SCALES, SWIZZLE = nvfp4.quantize, nvfp4.decode, nvfp4.outer_scales, nvfp4.swizzle_128x4
@@ -159,7 +160,14 @@ ENCODED = lambda q: Nvfp4(q.codes, q.scales, 1 / q.outer)  # noqa: E731
 UNIT = lambda amax: (np.ones_like(amax), np.ones_like(amax))  # noqa: E731
 PACKED_HIGH = lambda codes: codes[..., 0::2] << 4 | codes[..., 1::2]  # noqa: E731
 
+UNSHIFTED = pack.SCALE_BYTES.clone()
+UNSHIFTED[1:8] = torch.arange(1, 8)  # E4M3's subnormal scales taken as they stand
+
 MUTATIONS = [
+    Mutation("packed: subnormal scales", "the packed weight reads back", patched(pack, "SCALE_BYTES", UNSHIFTED),
+             test_pack.test_every_code_with_every_scale),
+    Mutation("packed: two signs exchanged", "the packed weight reads back", patched(pack, "SIGN", (15, 12, 14, 13)),
+             test_pack.test_every_code_with_every_scale),
     Mutation("encode scale kept", "dequantising gives the input back", after_the_kernel(ENCODED),
              test_nvfp4.test_dequantize_rounds_once_and_comes_close),
     Mutation("encode scale kept, known", KNOWN, after_the_kernel(ENCODED), known_answer("own amax")),
