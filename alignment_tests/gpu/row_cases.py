@@ -87,17 +87,18 @@ def _quantised() -> Iterator[tuple]:
     for K in (576, 768, 2048):
         for kind in ("*bf16", "*fp32"):
             for decode in (False, True):
-                name, slots = f"{K} {kind}{' decoded' if decode else ''}", 8 if decode else 0
+                name = f"{K} {kind}{' decoded' if decode else ''}"
+                slots, rows = (8, 512) if decode else (0, 1 << 14)
                 types = (kind, "*fp32", "*i64", "*u8", "*u8", "*fp32", "*bf16", "*i32", "i32!", "i32!")
-                constants = (K, *nvfp4.tile(K, 16), slots, decode, FOUND["nvfp4.quantize"], FOUND["nvfp4.amax"])
+                constants = (K, *nvfp4.tile(K, 16, rows), slots, decode, FOUND["nvfp4.quantize"], FOUND["nvfp4.amax"])
                 yield f"nvfp4 {name}", nvfp4.quantize_kernel, types, constants
                 types = (kind, "*i64", "*u8", "*u8", "*bf16", "*i32", "i32!")
-                constants = (K, *nvfp4.tile(K, 32), slots, decode, FOUND["mxfp8.quantize"])
+                constants = (K, *nvfp4.tile(K, 32, rows), slots, decode, FOUND["mxfp8.quantize"])
                 yield f"mxfp8 {name}", mxfp8.quantize_kernel, types, constants
     types = ("*i64", "*bf16", "*u8", "*u8", "*fp32", "*bf16", "*i32", "i32!")
     for K, columns in ((576, 1024), (768, 1024), (2048, 2048)):
         for gather in (True, False):
-            constants = (K, columns, nvfp4.tile(columns, 16)[1], 8, gather, FOUND["experts.down"])
+            constants = (K, columns, 2048 // columns, 8, gather, FOUND["experts.down"])
             name, kind = f"quantised_rows {K} {'gather' if gather else 'swiglu'}", "*bf16" if gather else "*fp32"
             yield name, quantised_rows.rows_kernel, (kind, *types), constants
     yield "nvfp4 decode", nvfp4.decode_kernel, ("*u8", "*u8", "*bf16", "i32!"), (256,)

@@ -38,9 +38,10 @@ def quantize_kernel(
     tl.store(scales_ptr + row[:, None] * (K // 32) + b[None, :], field.to(tl.uint8), mask=inside)
     if DECODE:
         tl.store(decoded_ptr + at, decoded(code, field[:, :, None]), mask=inside[:, :, None])
-    bad = (row < rows) & (tl.max(tl.where(inside, top, 0), 1) >= 0x7F800000)
+    bad = inside & (top >= 0x7F800000)
     name = row if SLOTS == 0 else tl.load(order_ptr + row, mask=row < rows, other=0) // SLOTS
-    tl.atomic_min(faults_ptr + SLOT + tl.zeros_like(row), name.to(tl.int32), mask=bad)
+    name = tl.broadcast_to(name.to(tl.int32)[:, None], bad.shape)
+    tl.atomic_min(faults_ptr + SLOT + tl.zeros_like(name), name, mask=bad)
 
 
 @triton.jit(do_not_specialize=["blocks"])
@@ -62,7 +63,7 @@ def quantize(
     scales = torch.empty(*x.shape[:-1], K // mxfp8.BLOCK, dtype=torch.uint8, device=home)
     out = torch.empty(x.shape, dtype=torch.bfloat16, device=home) if decode else None
     if rows.numel():
-        columns, count = tile(K, mxfp8.BLOCK)
+        columns, count = tile(K, mxfp8.BLOCK, rows.shape[0])
         order, slots = (codes, 0) if plan is None else (plan.order_R, plan.rows_TK.shape[1])
         with torch.cuda.device(home):
             quantize_kernel[(triton.cdiv(rows.shape[0], count), triton.cdiv(K, columns))](

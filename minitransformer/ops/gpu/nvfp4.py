@@ -109,12 +109,12 @@ def quantize_kernel(
     top = tl.max(bits_of(x) & 0x7FFFFFFF, 2)
     code, d, scale = quantised(x, top, s_enc, s_dec)
     store_quantised(codes_ptr, scales_ptr, decoded_ptr, row, b, inside, code, d, scale, K, DECODE)
-    row_top = tl.max(tl.where(inside, top, 0), 1)
-    bad = row_top >= _INFINITY_BITS
-    small = (float_of(row_top) > g) | ~(g < float("inf"))
+    bad = inside & (top >= _INFINITY_BITS)
+    small = inside & ~bad & ((float_of(top) > g[:, None]) | ~(g < float("inf"))[:, None])
     name = row if SLOTS == 0 else tl.load(order_ptr + row, mask=row < rows, other=0) // SLOTS
-    tl.atomic_min(faults_ptr + SLOT + tl.zeros_like(row), name.to(tl.int32), mask=(row < rows) & bad)
-    tl.atomic_min(faults_ptr + SMALL_SLOT + tl.zeros_like(row), name.to(tl.int32), mask=(row < rows) & small & ~bad)
+    name = tl.broadcast_to(name.to(tl.int32)[:, None], bad.shape)
+    tl.atomic_min(faults_ptr + SLOT + tl.zeros_like(name), name, mask=bad)
+    tl.atomic_min(faults_ptr + SMALL_SLOT + tl.zeros_like(name), name, mask=small)
 
 
 @triton.jit(do_not_specialize=["blocks"])
@@ -144,10 +144,10 @@ def amax_kernel(x_ptr, out_ptr, rows, K, ROWS: tl.constexpr, COLUMNS: tl.constex
     tl.store(out_ptr + row, float_of(tl.max(top, 1)), mask=row < rows)
 
 
-def tile(K: int, block: int) -> tuple[int, int]:
-    """(columns, rows) of a program of quantize_kernel: 2,048 elements where rows are long enough."""
+def tile(K: int, block: int, rows: int) -> tuple[int, int]:
+    """(columns, rows) of a program of quantize_kernel; moves no bit."""
     columns = max(block, min(2048, triton.next_power_of_2(K)))
-    return columns, max(1, 2048 // columns)
+    return columns, max(1, (4096 if rows >= 4096 else 2048) // columns)
 
 
 def rows_of(op: str, x: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ def quantize(
     decoded = torch.empty(x.shape, dtype=torch.bfloat16, device=home) if decode else None
     if rows.numel() == 0:
         return codes, scales, torch.from_numpy(nvfp4.outer_scales(amax.cpu().numpy())[1]).to(home), decoded
-    outer, (columns, count) = torch.empty_like(amax), tile(K, nvfp4.BLOCK)
+    outer, (columns, count) = torch.empty_like(amax), tile(K, nvfp4.BLOCK, rows.shape[0])
     order, slots = (amax, 0) if plan is None else (plan.order_R, plan.rows_TK.shape[1])
     with torch.cuda.device(home):
         quantize_kernel[(triton.cdiv(rows.shape[0], count), triton.cdiv(K, columns))](

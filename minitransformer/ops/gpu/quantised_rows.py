@@ -12,7 +12,7 @@ from torch import Tensor
 from minitransformer.ops import dispatch
 from minitransformer.ops import swiglu as swiglu_op
 from minitransformer.ops.gpu import device
-from minitransformer.ops.gpu.nvfp4 import bits_of, float_of, outer_of, quantised, store_quantised, tile
+from minitransformer.ops.gpu.nvfp4 import bits_of, float_of, outer_of, quantised, store_quantised
 from minitransformer.ops.gpu.scalar import silu_32
 from minitransformer.ops.gpu.tiles import to_bf16
 from minitransformer.ops.nvfp4 import BLOCK, Nvfp4
@@ -60,7 +60,7 @@ def _launch(x: Tensor, plan, K: int, gather: bool) -> tuple[Tensor, ...]:
     outer = torch.empty(R, device=home)
     if y.numel():
         columns = triton.next_power_of_2(K)
-        count = tile(columns, BLOCK)[1]
+        count = max(1, 2048 // columns)
         where = device.slot("experts.gate_up" if gather else "experts.down")
         with torch.cuda.device(home):
             rows_kernel[(triton.cdiv(R, count),)](
