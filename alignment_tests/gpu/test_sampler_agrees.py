@@ -19,6 +19,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing to compare with the CPU"),
 ]
+QUANTISED = ["nvfp4_per_token", "nvfp4_per_row", "w4a16", "w4a8_mxfp8"]
 SMALL = dict(page_size=4, num_pages=120, max_sequences=32)
 
 
@@ -71,8 +72,25 @@ def test_requests_come_and_go(pair):
     assert sampler.graphs.captures > 3
 
 
-def test_graphs_see_updates_and_other_weights(pair):
+@pytest.mark.parametrize("recipe", QUANTISED)
+def test_graphs_of_quantised_experts(recipe):
+    """Against the CPU and the eager GPU, and a learner on the CPU at every stage."""
+    cpu, on = tiny_model(4), on_gpu(tiny_model(4))
+    for model in (cpu, on):
+        model.set_recipe(recipe)
+    prompts, params = requests(7)
+    want, sampler = Sampler(cpu, **SMALL).generate(prompts, params), Sampler(on, **SMALL)
+    same(Sampler(on, cuda_graphs=False, **SMALL).generate(prompts, params), want, "eager")
+    same(sampler.generate(prompts, params), want, "graphs")
+    assert sampler.graphs.captures > 0
+    assert align(on, prompts, params, dict(page_size=4, num_pages=64, chunk_size=5), learner_model=cpu).equal
+
+
+@pytest.mark.parametrize("recipe", ["bf16", *QUANTISED])
+def test_graphs_see_updates_and_other_weights(recipe):
     cpu, on = (tiny_model(5), on_gpu(tiny_model(5)))
+    for model in (cpu, on):
+        model.set_recipe(recipe)
     prompts, params = requests(5)
     sampler = Sampler(on, **SMALL)
     sampler.generate(prompts, params)

@@ -65,4 +65,7 @@ def test_only_an_other_storage_or_format_drops_the_graphs():
     assert sampler.graphs.captures == made + 1
     model.set_recipe("nvfp4_per_token")
     sampler.generate([[1, 2, 3]], params)
-    assert sampler.graphs.captures == made + 1, "a number format that can't be captured runs eagerly"
+    assert sampler.graphs.captures == made + 2
+    model.set_recipe("nvfp4_per_tensor")
+    sampler.generate([[1, 2, 3]], params)
+    assert sampler.graphs.captures == made + 2, "a number format that can't be captured runs eagerly"

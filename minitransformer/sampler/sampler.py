@@ -170,6 +170,8 @@ class Sampler:
         before, self._weights = self._weights, self._weights_stamp()
         if self.graphs is not None and not self._weights.same_storage(before):
             self.graphs.forget()
+        for mlp in self._sparse():
+            mlp.experts.refresh(mlp)
 
     def check(self) -> None:
         """Asserts the invariants of requests, pages and prefix cache."""
@@ -248,4 +250,7 @@ class Sampler:
 
     def _experts(self) -> list[Any]:
         """Each layer's number format: an object of its own, which set_recipe and set_quantised replace."""
-        return [m.experts for m in self.model.modules() if getattr(m, "experts", None) is not None]
+        return [mlp.experts for mlp in self._sparse()]
+
+    def _sparse(self) -> list[Any]:
+        return [m for m in self.model.modules() if getattr(m, "experts", None) is not None]

@@ -36,6 +36,9 @@ class Bf16Experts:
         note("down", y_RD, plan)
         return dispatch.combine(y_RD, plan)
 
+    def refresh(self, mlp) -> None:
+        """Nothing is kept beside the parameters."""
+
 
 @dataclass
 class QuantisedExperts:
@@ -45,10 +48,14 @@ class QuantisedExperts:
     quantised once after each change of them that WeightsStamp sees, not once a forward.
     """
 
-    capturable = False
     recipe: Recipe
     fixed: dict[str, Nvfp4] = field(default_factory=dict)
     _made: dict[str, tuple] = field(default_factory=dict, repr=False)
+
+    @property
+    def capturable(self) -> bool:
+        """In a CUDA graph: not where rows that pad a batch would move the others' scale."""
+        return self.recipe.activation_scale != "tensor"
 
     def __call__(self, mlp, x_TD: Tensor, plan: Plan, weights_TK: Tensor, note) -> Tensor:
         rows = self._rows("gate_up", x_TD, plan, note)
@@ -111,17 +118,26 @@ class QuantisedExperts:
 
         On the CPU decoded BF16 [E, N, K]; on a GPU packed, 4.5 bits a value (gpu/pack.py), and nothing else is kept.
         """
-        stamp = str(device), WeightsStamp([] if weight is None else [weight])
-        if name not in self._made or self._made[name][0] != stamp:
+        stamp, old = (str(device), WeightsStamp([] if weight is None else [weight])), self._made.get(name)
+        if old is None or old[0] != stamp:
             q = self.quantised(name, weight)
             q = Nvfp4(q.codes.to(device), q.scales.to(device), q.outer.to(device))
             made = gpu.pack.pack(q) if q.codes.is_cuda else nvfp4.decode(q)
-            self._made[name] = stamp, made, nvfp4.expand_rows(q.outer, q.shape[:-1]).contiguous()
+            made = made, nvfp4.expand_rows(q.outer, q.shape[:-1]).contiguous()
+            if old is not None and made[0].is_cuda and old[1].device == made[0].device:
+                made = old[1].copy_(made[0]), old[2].copy_(made[1])  # in place: CUDA graphs read there
+            self._made[name] = stamp, *made
         return self._made[name][1:]
 
+    def refresh(self, mlp) -> None:
+        """Makes the operands that there are again if the weights have changed: before a CUDA graph that reads them."""
+        for name, (_, made, _) in self._made.items():
+            layer = getattr(mlp, name)
+            self.weight_operand(name, None if layer is None else layer.weight, made.device)
+
     def forget(self) -> None:
-        """Drops the quantised copies; needed only after a write that WeightsStamp does not see (.data, NumPy)."""
-        self._made.clear()
+        """Makes the operands again at the next use: after a write that WeightsStamp does not see (.data, NumPy)."""
+        self._made = {name: (None, *made) for name, (_, *made) in self._made.items()}
 
 
 def _refuse_non_finite(name: str, amax_R: Tensor, plan: Plan) -> None:
