@@ -110,11 +110,12 @@ def test_the_packed_product_compiles_to_the_arithmetic_of_the_spec(schedule, tmp
         assert text.count("STL") <= 2, "spills"  # a value that only the epilogue needs
 
 
-@pytest.mark.parametrize(("K", "rows"), [(K, R) for K in (64, 96, 576, 768, 2048, 4096) for R in (1, 512, 4096)])
+@pytest.mark.parametrize(("K", "rows"), [(K, R) for K in (64, 96, 576, 768, 2048, 8192) for R in (1, 512, 1 << 13)])
 def test_the_chosen_packed_schedules_are_candidates(K, rows):
     schedule = quantised_linear.choose_packed(rows, 128, K)
     assert schedule in quantised_linear.PACKED_CANDIDATES and schedule.fits(K)
     assert quantised_linear.choose(rows, 128) in quantised_linear.CANDIDATES
+    assert quantised_linear.choose_packed(rows, 128, 1 << 14) is None
 
 
 @pytest.mark.parametrize("capability", [80, 100])

@@ -45,10 +45,11 @@ def e4m3_value(code):
 def e2m1_code(y):
     """FP32 -> E2M1 code 0 .. 15 as int32, nearest, ties to the even code, saturating at 6; the sign is kept."""
     a = tl.minimum(tl.abs(y), 6.0)
-    u = bits_of(a)
-    normal = ((u + 0x1FFFFF + ((u >> 22) & 1)) >> 22) - 252
-    subnormal = bits_of(a + 4194304.0) - 0x4A800000  # an ulp at 2^22 is 0.5
-    return tl.where(a < 1.0, subnormal, normal) | ((bits_of(y) >> 28) & 8)
+    # Codes are 0.5 apart below 2, 1 below 4, 2 above: the adder rounds to an ulp of 2^22 * 2^e, with 2^e <= max(a, 1).
+    e = tl.maximum(bits_of(a), 0x3F800000) & 0x7F800000
+    magic = e + (22 << 23)
+    steps = bits_of(a + float_of(magic)) - magic
+    return (steps + (e >> 22) - 254) | ((bits_of(y) >> 28) & 8)
 
 
 @triton.jit

@@ -68,6 +68,13 @@ __device__ __forceinline__ uint2 load_scales(const char *unit) {
     return v;
 }
 
+// volatile: asked for where it stands, before the chain, not where the epilogue needs it.
+__device__ __forceinline__ float load_early(const float *at) {
+    float v;
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(at));
+    return v;
+}
+
 // The expert of the group'th group of ROWS_X rows, its first row of the group and its end; expert = experts: none.
 __device__ __forceinline__ void expert_of(const i64 *bounds, int experts, int group, int &expert, int &first, int &end) {
     int lane = threadIdx.x & 31, before = 0;
@@ -195,6 +202,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) product(const char *pac
         else  // zero weights times what lies there must be 0
             asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" :: "r"(to), "r"(0));
     }
+    float row_factor[GROUPS][2], column_factor[TILES][2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+#pragma unroll
+        for (int j = 0; j < GROUPS; j++)
+            row_factor[j][h] = row_scale ? load_early(row_scale + first + min(8 * j + 2 * t + h, rows - 1)) : 1.0f;
+#pragma unroll
+        for (int i = 0; i < TILES; i++)
+            column_factor[i][h] = load_early(weight_scale + (i64)expert * N + min(tile[i] * 16 + g + 8 * h, N - 1));
+    }
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
 
@@ -209,13 +226,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) product(const char *pac
         for (int c = 0; c < 4; c++) {
             int row = 8 * j + 2 * t + (c & 1);
             if (row >= rows) continue;
-            float row_factor = row_scale ? row_scale[first + row] : 1.0f;
 #pragma unroll
             for (int i = 0; i < TILES; i++) {
                 int n = tile[i] * 16 + g + (c & 2 ? 8 : 0);
                 if (n >= N) continue;
                 float sum = EXACT ? acc[i][j][c] : __fmul_rn(acc[i][j][c], 524288.0f);
-                float factor = __fmul_rn(row_factor, weight_scale[(i64)expert * N + n]);
+                float factor = __fmul_rn(row_factor[j][c & 1], column_factor[i][c >> 1]);
                 store(y, (i64)(first + row) * N + n, __fmul_rn(sum, factor));
             }
         }

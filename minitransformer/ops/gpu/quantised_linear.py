@@ -20,7 +20,7 @@ from minitransformer.ops.gpu.pack import UNIT_COLUMNS, UNIT_ROWS
 from minitransformer.ops.gpu.tiles import Tile, chain_tile, tile_of, to_bf16
 
 SOURCE = "nvfp4_product.cu"
-FEW = 16  # rows an expert on average, up to which the packed weight is read
+FEW = 80  # rows an expert on average, up to which the packed weight is read
 
 
 class Packed(NamedTuple):
@@ -86,11 +86,12 @@ def refuse_kernel(amax_ptr, order_ptr, faults_ptr, rows, SLOTS: tl.constexpr, SL
 CANDIDATES = (
     Tile(16, 128, 128, 4, 4, swap=True), Tile(64, 128, 64, 4, 4), Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 3),
 )  # fmt: skip
-# Every depth that may have to divide the number of units, and what was worth a try.
+# For every number of units a depth that divides it.
+DEPTHS = (8, 6, 4, 3, 2, 1)
 PACKED_CANDIDATES = (
-    *(Packed(1, warps, groups, depth) for warps, groups in ((4, 1), (8, 2)) for depth in (1, 2, 3, 4, 6, 8)),
-    Packed(1, 8, 1, 4), Packed(1, 8, 1, 6), Packed(1, 8, 1, 8), Packed(2, 4, 1, 4), Packed(1, 4, 2, 4),
-    Packed(2, 4, 2, 4), Packed(2, 8, 2, 4), Packed(1, 8, 4, 4), Packed(2, 8, 4, 4),
+    *(Packed(1, 4, 1, depth) for depth in DEPTHS), *(Packed(1, 8, 1, depth) for depth in DEPTHS[2:]),
+    *(Packed(2, 8, 2, depth) for depth in DEPTHS[2:]), *(Packed(2, 8, 4, depth) for depth in DEPTHS[2:]),
+    *(Packed(1, 8, 4, depth) for depth in DEPTHS[2:]),
 )  # fmt: skip
 
 
@@ -100,12 +101,26 @@ def choose(rows: int, experts: int) -> Tile:
     return CANDIDATES[0] if average <= 24 else CANDIDATES[1] if average <= 96 else CANDIDATES[2]
 
 
-def choose_packed(rows: int, experts: int, K: int) -> Packed:
-    """The schedule of the packed product; every choice gives the same bits."""
-    units = -(-K // UNIT_COLUMNS)
-    depth = next(d for d in (8, 6, 4, 3, 2, 1) if units % d == 0)
-    few = rows <= 3 * experts
-    return Packed(1, 4 if few else 8, 1 if few else 2, depth)
+def choose_packed(rows: int, experts: int, K: int) -> Packed | None:
+    """The schedule of the packed product, measured on an H200, or None where the rows of x are too long for it.
+
+    Every choice gives the same bits.
+    """
+    units, average = -(-K // UNIT_COLUMNS), rows / experts
+
+    def deep(most: int) -> int:
+        return next(d for d in DEPTHS if d <= most and units % d == 0)
+
+    few, wide = Packed(1, 8, 1, deep(4)), Packed(2, 8, 2, deep(4))
+    if average <= 1:  # few experts: many small blocks, and each warp has much under way
+        order = (Packed(1, 4, 1, deep(8)),)
+    elif average <= 6:
+        order = (few,)
+    elif average <= 24:
+        order = wide, few
+    else:
+        order = Packed(2 if K > 1024 else 1, 8, 4, deep(4)), wide, few
+    return next((schedule for schedule in order if schedule.fits(K)), None)
 
 
 def unpack(packed: Tensor, N: int, K: int) -> Tensor:
@@ -140,12 +155,12 @@ def decoded_product(
 
 def packed_product(
     x: Tensor, scale_R: Tensor | None, packed: Tensor, scale_EN: Tensor, plan: Plan, out_dtype: torch.dtype,
-    schedule: Packed | None = None,
+    schedule: Packed,
 ) -> Tensor:  # fmt: skip
     """x [R, K] BF16 (with scale_R: codes * scales of NVFP4), packed weight -> [R, N]."""
     home, (R, K), (E, N) = x.device, x.shape, scale_EN.shape
     (bounds,) = device.take("quantised_linear", home, torch.int64, plan.bounds_E1)
-    y, schedule = torch.empty(R, N, dtype=out_dtype, device=home), schedule or choose_packed(R, E, K)
+    y = torch.empty(R, N, dtype=out_dtype, device=home)
     rows, shared = 8 * schedule.groups, schedule.shared(K)
     groups = (R + min(E, R) * (rows - 1)) // rows  # a bound: every expert may end with a group that is not full
     blocks = triton.cdiv(triton.cdiv(N, UNIT_ROWS), schedule.tiles * schedule.warps)
@@ -170,8 +185,9 @@ def forward(x_RK, scale_R, weight, scale_EN, plan: Plan, out_dtype: torch.dtype)
     if x.shape[0] == 0 or N == 0:
         return torch.empty(x.shape[0], N, dtype=out_dtype, device=home)
     if weight.dtype == torch.int32:
-        if x.shape[0] <= FEW * E:
-            return packed_product(x, scale_R, weight, scale_EN, plan, out_dtype)
+        schedule = choose_packed(x.shape[0], E, x.shape[1])
+        if schedule is not None and x.shape[0] <= FEW * E:
+            return packed_product(x, scale_R, weight, scale_EN, plan, out_dtype, schedule)
         weight = unpack(weight, N, x.shape[1])
     (weight,) = device.take("quantised_linear", home, torch.bfloat16, weight)
     return decoded_product(x, scale_R, weight, scale_EN, plan, out_dtype)
