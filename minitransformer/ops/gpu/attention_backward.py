@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from minitransformer.batch import Batch
 from minitransformer.ops.attention import _scale
 from minitransformer.ops.gpu import device
-from minitransformer.ops.gpu.attention import _kept
+from minitransformer.ops.gpu.attention import _bounds
 from minitransformer.ops.gpu.scalar import LANES, div, lane_tree
 from minitransformer.ops.gpu.tiles import to_bf16
 
@@ -205,8 +205,7 @@ def backward(
     if longest == 0 or dq.numel() == 0:
         return dq, dk, dv
     for_kv, for_q = schedules or choose(longest)
-    width, sequences = triton.next_power_of_2(H), batch.num_sequences
-    bounds = _kept(batch, "bounds", home, lambda: batch.cu_seqlens)
+    width, sequences, bounds = triton.next_power_of_2(H), batch.num_sequences, _bounds(batch, home)
     stats = torch.empty(3, N, T, device=home)
     numbers, shape = (float(_scale(H)), float(H**-0.5), T, N, G), (N // G, H, width)
     with torch.cuda.device(home):
