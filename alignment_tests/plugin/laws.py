@@ -55,7 +55,7 @@ def same(a: Sequence[Output], b: Sequence[Output]) -> Count:
 
 
 def run(client: Client, ids: Ids, temperature: float = 1.0, new_tokens: int = 16, **more) -> list[Output]:
-    """All prompts in one batch, nothing in the radix cache."""
+    """All prompts in one batch, nothing in the radix cache. more: of Client.generate."""
     client.flush_cache()
     return client.generate(ids, params(len(ids), temperature, new_tokens), **more)
 
@@ -155,3 +155,14 @@ def experts_agree(model, client: Client, ids: Ids, new_tokens: int = 8) -> Count
             want = torch.stack([trace.row(f"layers.{i}.expert_ids", s, p) for p in range(len(sequence) - 1)])
             each.append(Count(int((got[:, i] != want).sum()), want.numel()))
     return total(each)
+
+
+def squeezed(small: Client, large: Client, ids: Ids, new_tokens: int) -> tuple[Count, int]:
+    """Many requests in a pool that holds few of them: what they emit, and how often one was retracted."""
+    outs = run(small, ids, 1.0, new_tokens, first=-1)
+    return same(outs, run(large, ids, 1.0, new_tokens, first=-1)), sum(o.meta.get("num_retractions", 0) for o in outs)
+
+
+def update_from_disk(client: Client, checkpoint) -> None:
+    answer = client.call("/update_weights_from_disk", {"model_path": str(checkpoint)})
+    assert answer["success"], answer

@@ -86,3 +86,8 @@ def verify(original: Any, params: Any, vocab_size: int) -> None:
         raise ValueError(f"temperature = {params.temperature} must be 0 (greedy) or from 1e-6 to 1e6")
     if params.sampling_seed is not None and not 0 <= params.sampling_seed < 1 << 63:
         raise ValueError(f"sampling_seed = {params.sampling_seed} must be an integer from 0 to 2**63 - 1")
+
+
+def unquantised(original: Any, model_config: Any) -> None:
+    """ModelConfig._parse_quant_hf_config: SGLang sees no quantisation; ours reads it from the checkpoint by itself."""
+    model_config.hf_config.__dict__.pop("quantization_config", None)

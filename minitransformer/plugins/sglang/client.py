@@ -60,6 +60,27 @@ class Client:
             return False
         return True
 
+    def identity(self) -> dict[str, Any] | None:
+        """fingerprint, spec (its entries) and weights_version of a server with our model; None: SGLang's own model."""
+        try:
+            found = self.checksums("identity")
+        except InputError as error:
+            if "refuses" not in str(error):
+                raise
+            return None
+        if "minitransformer/fingerprint" not in found:
+            return None
+        return {
+            "fingerprint": found["minitransformer/fingerprint"],
+            "spec": json.loads(found["minitransformer/spec"]),
+            "weights_version": int(found["minitransformer/weights_version"]),
+        }
+
+    def checksums(self, action: str = "checksum") -> dict[str, str]:
+        """Name -> sha256 of every tensor, as weights.checksums gives them for a model here; and the identity."""
+        answer = self.call("/weights_checker", {"action": action})
+        return answer["ranks"][0]["checksums"]
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],

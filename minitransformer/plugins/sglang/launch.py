@@ -1,6 +1,7 @@
 """Starts `sglang.launch_server` with our model in it (or without: stock) as a process of its own, and stops it."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,9 +22,9 @@ CPU_STUBS = "sgl_kernel,triton,torchvision,soundfile"
 ARGUMENTS = ("--skip-tokenizer-init", "--skip-server-warmup")
 
 
-def environment(cpu: bool, stock: bool = False) -> dict[str, str]:
+def environment(cpu: bool, stock: bool = False, more: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a server: our model unless stock, and on a CPU the start-up hook of the folder stubs/."""
-    env = dict(os.environ, HF_HUB_OFFLINE="1")
+    env = dict(os.environ, HF_HUB_OFFLINE="1") | dict(more or {})
     env.pop(MODEL_PACKAGE_VARIABLE, None)
     if not stock:
         env[MODEL_PACKAGE_VARIABLE] = MODEL_PACKAGE
@@ -66,7 +67,7 @@ class Server:
         self.log = Path(name)
         command = [python, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port)]
         command += [*ARGUMENTS, *(CPU_ARGUMENTS if cpu else ()), *arguments]
-        env = environment(cpu, stock) | dict(extra_environment or {})
+        env = environment(cpu, stock, extra_environment)
         with os.fdopen(handle, "wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
         try:
@@ -88,10 +89,11 @@ class Server:
         raise InputError(f"the SGLang server did not answer within {timeout:g} s: {self.reason()}")
 
     def reason(self) -> str:
-        """What the log says of the end: our own sentence if there is one, else its last lines."""
+        """What the log says of the end: our own sentence, else its last error, else its last lines."""
         lines = [line for line in self.log.read_text("utf-8", "replace").splitlines() if line.strip()]
         ours = [line for line in lines if "miniTransformer is not live" in line]
-        return ours[-1] if ours else " / ".join(lines[-3:])
+        errors = [line for line in lines if re.match(r"(\w+\.)*\w+(Error|Exception): ", line)]
+        return (ours or errors or [" / ".join(lines[-3:])])[-1]
 
     def stop(self) -> None:
         """Ends the server and its workers, which share its process group."""

@@ -89,25 +89,34 @@ def activate() -> None:
     global _active
     if _active:
         return
+    import torch
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers import sampler
     from sglang.srt.layers.attention import attention_registry
+    from sglang.srt.mem_cache.allocator import paged
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.sampling.sampling_params import SamplingParams
     from sglang.srt.server_args import ServerArgs, add_attention_backend_choices
     from sglang.srt.state_capturer.base import BaseHostCache
+    from sglang.srt.utils.weight_checker import WeightChecker
 
-    from minitransformer.plugins.sglang import arguments, batch, logits, routed, weights
+    from minitransformer.plugins.sglang import arguments, batch, cpu, logits, weights
 
     add_attention_backend_choices([ATTENTION])
     for name in (ATTENTION, "torch_native"):
         attention_registry.register_attention_backend(name)(batch.AttentionBackend)
     sampler.register_sampler_backend("pytorch", logits.Sampler)
     _wrap(ServerArgs, "__post_init__", arguments.post_init)
+    _wrap(ModelConfig, "_parse_quant_hf_config", arguments.unquantised)
     _wrap(SamplingParams, "verify", arguments.verify)
     _wrap(SamplingBatchInfo, "from_schedule_batch", logits.with_seeds)
     _wrap(WeightUpdater, "update_weights_from_tensor", weights.refusing)
-    _wrap(BaseHostCache, "__init__", routed.host_cache)
+    if not torch.cuda.is_available():
+        _wrap(BaseHostCache, "__init__", cpu.host_cache)
+        paged.alloc_extend_kernel = cpu.Kernel(cpu.alloc_extend)
+        paged.alloc_decode_kernel = cpu.Kernel(cpu.alloc_decode)
+    _wrap(WeightChecker, "handle", weights.answer)
     _active = True
 
 

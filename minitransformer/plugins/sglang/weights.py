@@ -5,6 +5,7 @@ finite values) before the first write, so a bad one changes nothing.
 """
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -136,6 +137,29 @@ def checksum(tensor: Tensor) -> str:
     digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)} ".encode())
     digest.update(tensor.contiguous().cpu().view(torch.uint8).numpy().data if tensor.dim() else b"")
     return digest.hexdigest()
+
+
+def identity(model: Any) -> dict[str, str]:
+    """What tells a client that our model is live: names that no checkpoint has."""
+    spec = model.spec
+    return {
+        "minitransformer/fingerprint": spec.fingerprint(),
+        "minitransformer/spec": json.dumps(spec.entries(), sort_keys=True),
+        "minitransformer/weights_version": str(model.weights_version),
+    }
+
+
+def answer(original: Any, checker: Any, action: str, allow_quant_error: bool = False) -> Any:
+    """WeightChecker.handle: 'identity' tells what is live, 'checksum' the sha256 of every tensor besides."""
+    if action not in ("identity", "checksum"):
+        return original(checker, action, allow_quant_error)
+    model = checker._get_model().model
+    sums = checksums(model) if action == "checksum" else {}
+    whole = hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
+    return {
+        "checksums": sums | identity(model), "per_gpu_checksum": whole,
+        "parallelism_info": checker._parallelism_info().model_dump(),
+    }  # fmt: skip
 
 
 def refusing(original: Any, updater: Any, named_tensors: Any, load_format: str | None = None) -> tuple[bool, str]:

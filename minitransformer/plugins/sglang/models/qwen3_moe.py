@@ -7,8 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from minitransformer.errors import InputError
-from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM as Model
-from minitransformer.models.qwen3_moe.weights import read_config
 from minitransformer.plugins.sglang import plugin
 
 
@@ -21,18 +19,17 @@ class Qwen3MoeForCausalLM(nn.Module):
         from sglang.srt.runtime_context import get_server_args
 
         from minitransformer.plugins.sglang.arguments import RECIPE
+        from minitransformer.plugins.sglang.build import build
         from minitransformer.plugins.sglang.logits import LogitsProcessor
         from minitransformer.plugins.sglang.weights import Receiver
 
         self.config = config
         try:
-            ours, _ = read_config(get_server_args().model_path)
-            self.model = Model(ours).requires_grad_(False)
-            if getattr(config, RECIPE, None) is not None:
-                self.model.set_recipe(getattr(config, RECIPE))
+            path, recipe = get_server_args().model_path, getattr(config, RECIPE, None)
+            self.model, form = build(path, recipe, torch.get_default_device())
         except InputError as error:
             plugin.fail(str(error))
-        self.receiver = Receiver(self.model)
+        self.receiver = Receiver(self.model, form)
         self.logits_processor = LogitsProcessor(config, self.model)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -1,0 +1,114 @@
+"""Laws between engines: chunked prefill, pages, memory pressure, number formats, updated weights; and stock SGLang."""
+
+import pytest
+
+from alignment_tests.plugin import engines, laws
+from alignment_tests.plugin.engines import VOCAB
+from alignment_tests.plugin.test_engine import P, zero
+from minitransformer import recipe as recipes
+from minitransformer.learner.learner import Learner
+from minitransformer.learner.losses import nll
+from minitransformer.learner.packing import Sample
+from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
+from minitransformer.models.qwen3_moe.nvfp4_layout import FORMATS
+from minitransformer.models.qwen3_moe.quantise import quantise
+from minitransformer.plugins.sglang.weights import checksums
+
+pytestmark = pytest.mark.sglang
+
+
+@pytest.mark.parametrize("chunk", [16, 64])
+def test_chunked_prefill_equals_whole(engine, checkpoint, chunk):
+    with engines.start(checkpoint, ["--chunked-prefill-size", str(chunk)]) as chunked:
+        zero(laws.engines_agree(engine.client, chunked.client, P))
+        zero(laws.decode_equals_rescoring(chunked.client, P))
+        zero(laws.alone_equals_batch(chunked.client, P[:4], 0.6, 8))
+        log = chunked.log.read_text()
+    assert f"#new-token: {chunk}," in log and f"#new-token: {chunk + 1}" not in log
+
+
+@pytest.mark.parametrize("chunk", ["64", "2048"])
+def test_pages_of_16(engine, checkpoint, chunk):
+    """Hits of no page, exactly one, one but for a token, and several; and the same bits as with pages of one."""
+    with engines.start(checkpoint, ["--page-size", "16", "--chunked-prefill-size", chunk]) as paged:
+        zero(laws.engines_agree(engine.client, paged.client, P))
+        for prefix, reused in ((15, 0), (16, 16), (17, 16), (31, 16), (32, 32), (100, 96)):
+            zero(laws.hit_equals_miss(paged.client, P[7][:prefix], P[2], reused))
+
+
+def test_retraction(engine, checkpoint):
+    """A pool of 400 tokens for 24 requests of up to 68."""
+    ids = laws.prompts([20 + i for i in range(24)], VOCAB, seed=5)
+    with engines.start(checkpoint, ["--max-total-tokens", "400", "--schedule-conservativeness", "0.1"]) as small:
+        found, retractions = laws.squeezed(small.client, engine.client, ids, 24)
+    zero(found)
+    assert retractions > 3, "the pool was never short: the test shows nothing"
+
+
+def test_two_engines_give_the_same(engine, checkpoint):
+    with engines.start(checkpoint) as other:
+        for temperature in (0.6, 1.0, 0.0):
+            zero(laws.engines_agree(engine.client, other.client, P, temperature))
+        assert other.client.checksums() == engine.client.checksums()
+
+
+def check_against(model, server) -> None:
+    """One engine's laws in short, and that it holds this very model."""
+    found = server.client.checksums()
+    assert {name: found[name] for name in checksums(model)} == checksums(model)
+    assert server.client.identity()["fingerprint"] == model.spec.fingerprint()
+    zero(laws.learner_equals_engine(model, server.client, P))
+    zero(laws.learner_equals_engine(model, server.client, P[:3], 0.6))
+    zero(laws.decode_equals_rescoring(server.client, P))
+    zero(laws.alone_equals_batch(server.client, P[2:], 0.6, 8))
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4_per_token", "w4a16"])
+def test_a_recipe(checkpoint, recipe):
+    """BF16 weights, quantised when they are used."""
+    model = engines.tiny()
+    model.set_recipe(recipe)
+    override = ["--json-model-override-args", f'{{"minitransformer_recipe": "{recipe}"}}']
+    with engines.start(checkpoint, [*override, "--chunked-prefill-size", "64"]) as server:
+        check_against(model, server)
+
+
+@pytest.mark.parametrize("form", list(FORMATS))
+def test_a_packed_nvfp4_checkpoint(checkpoint, tmp_path, form):
+    quantise(checkpoint, tmp_path / "packed", recipes.get("nvfp4_per_token"), FORMATS[form])
+    with engines.start(tmp_path / "packed") as server:
+        check_against(Qwen3MoeForCausalLM.from_pretrained(tmp_path / "packed"), server)
+
+
+def updated(steps: int):
+    """The tiny model after some updates of a learner."""
+    model = engines.tiny()
+    learner = Learner(model, lr=1e-2)
+    for _ in range(steps):
+        learner.update([Sample(ids, 3) for ids in laws.prompts([12, 9], VOCAB, seed=9)], nll)
+    return model
+
+
+def test_weight_updates_from_disk(checkpoint, tmp_path):
+    """Before, after, and back: the engine is the learner's model each time; the same weights again change nothing."""
+    before, after = engines.tiny(), updated(2)
+    after.save_pretrained(tmp_path / "after")
+    with engines.start(checkpoint) as server:
+        check_against(before, server)
+        first = laws.run(server.client, P)
+        laws.update_from_disk(server.client, checkpoint)
+        zero(laws.same(first, laws.run(server.client, P)))
+        laws.update_from_disk(server.client, tmp_path / "after")
+        check_against(after, server)
+        assert laws.same(first, laws.run(server.client, P)).differing, "the update changed no output"
+        laws.update_from_disk(server.client, checkpoint)
+        check_against(before, server)
+        zero(laws.same(first, laws.run(server.client, P)))
+
+
+def test_stock_sglang_differs_and_is_named(checkpoint):
+    """The laws see what SGLang's own model does."""
+    with engines.start(checkpoint, ["--attention-backend", "torch_native"], stock=True) as server:
+        assert server.client.identity() is None
+        assert laws.decode_equals_rescoring(server.client, P).differing
+        assert laws.learner_equals_engine(engines.tiny(), server.client, P).differing
