@@ -162,8 +162,7 @@ class Qwen3MoeForCausalLM(nn.Module):
     def __init__(self, config: Qwen3MoeConfig):
         super().__init__()
         self.config = config
-        self.tokenizer = None
-        self.weights_version = 0
+        self.tokenizer, self.weights_version = None, 0
         self.recipe = get("bf16")
         self.embed_tokens = Weight(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
@@ -189,12 +188,10 @@ class Qwen3MoeForCausalLM(nn.Module):
 
     def hidden(self, batch: Batch, cache=None, note: Note = no_trace, recompute: bool = False) -> Tensor:
         """The last norm's output [T, D] BF16 of every token; arguments as forward's."""
-        table, residual_TD = self._table(), None
-        x_TD = embedding(batch.ids_T, self.embed_tokens.weight)
+        x_TD, residual_TD, table = embedding(batch.ids_T, self.embed_tokens.weight), None, self._table()
         note("embedding", x_TD)
         for i, layer in enumerate(self.layers):
-            store = None if cache is None else (cache.k[i], cache.v[i])
-            args = (x_TD, residual_TD, batch, table, store, note)
+            args = (x_TD, residual_TD, batch, table, cache and (cache.k[i], cache.v[i]), note)
             with in_layer(i):
                 x_TD, residual_TD = checkpoint(layer, *args, use_reentrant=False) if recompute else layer(*args)
         h_TD, _ = rms_norm_residual(x_TD, residual_TD, self.norm.weight, self.config.rms_eps)

@@ -15,6 +15,8 @@ from sglang.srt.layers.sampler import Sampler as SGLangSampler
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from torch import Tensor
 
+from minitransformer.errors import InputError
+from minitransformer.ops import gpu
 from minitransformer.ops.logprob import logprob
 from minitransformer.ops.sample import sample
 
@@ -116,25 +118,20 @@ class Sampler(SGLangSampler):
             logits_LV = self._preprocess_logits(logits_LV, sampling_info)
         t, seeds = sampling_info.temperatures.flatten().tolist(), sampling_info.sampling_seed.tolist()
         options = zip(
-            logits_LV, seeds, positions.tolist(), t, sampling_info.top_ks.tolist(), sampling_info.top_ps.tolist(),
-            strict=True,
-        )  # fmt: skip
-        drawn = [
+            seeds, positions.tolist(), t, sampling_info.top_ks.tolist(), sampling_info.top_ps.tolist(), strict=True
+        )
+        draws = [
             # SGLang writes a greedy request as top_k = 1.
-            sample(row, seed, position + 1, 0.0 if k == 1 else t_, 0 if k == TOP_K_ALL else k, p)
-            for row, seed, position, t_, k, p in options
+            (seed, position + 1, 0.0 if k == 1 else t_, 0 if k in (1, TOP_K_ALL) else k, p, t_)
+            for seed, position, t_, k, p in options
         ]
-        ids_L = torch.tensor(drawn, device=logits_LV.device)
+        ids_L, scores_L = draw(logits_LV, draws, return_logprob)
         if return_logprob:
-            self._log_probs(logits_output, logits_LV, ids_L, t, top_logprobs_nums, token_ids_logprobs)
+            self._attach(logits_output, logits_LV, scores_L, t, top_logprobs_nums, token_ids_logprobs)
         self._sync_token_ids_across_tp(ids_L, sampling_info)
         return ids_L.to(torch.int32)
 
-    def _log_probs(self, output, logits_LV, ids_L, t, top_logprobs_nums, token_ids_logprobs) -> None:
-        scores_L = logits_LV.new_empty(len(t))
-        for temperature in dict.fromkeys(t):
-            rows = [l for l, own in enumerate(t) if own == temperature]
-            scores_L[rows] = logprob(logits_LV[rows], ids_L[rows], temperature)
+    def _attach(self, output, logits_LV, scores_L, t, top_logprobs_nums, token_ids_logprobs) -> None:
         result = LogprobResult(token_logprobs=scores_L)
         if any(top_logprobs_nums):
             found = best(logits_LV, top_logprobs_nums, t)
@@ -144,6 +141,26 @@ class Sampler(SGLangSampler):
             result.token_ids_logprobs_val = [values for values, _ in found]
             result.token_ids_logprobs_idx = [ids or [] for ids in token_ids_logprobs]
         result.write_output_to(output)
+
+
+def draw(logits_LV: Tensor, draws: Sequence[tuple], scored: bool) -> tuple[Tensor, Tensor | None]:
+    """draws: of each row (seed, position, temperature, top_k, top_p, temperature of the log-prob) -> ids, log-probs."""
+    home = logits_LV.device
+    if logits_LV.is_cuda:  # all rows at once, so that the GPU is waited for once
+        drawn = gpu.sample.draw(logits_LV, [gpu.sample.Draw(*d) for d in draws])
+        gpu.device.check(home)
+        for refused in (d for d in drawn if isinstance(d, InputError)):
+            raise refused
+        ids, scores = zip(*drawn, strict=True)
+        return torch.tensor(ids, device=home), torch.tensor(scores, dtype=torch.float32, device=home)
+    ids_L = torch.tensor([sample(row, *options) for row, (*options, _) in zip(logits_LV, draws, strict=True)])
+    if not scored:
+        return ids_L, None
+    scores_L, t = logits_LV.new_empty(len(draws)), [d[-1] for d in draws]
+    for temperature in dict.fromkeys(t):
+        rows = [l for l, own in enumerate(t) if own == temperature]
+        scores_L[rows] = logprob(logits_LV[rows], ids_L[rows], temperature)
+    return ids_L, scores_L
 
 
 def with_seeds(original: Any, cls: Any, batch: Any, vocab_size: int) -> Any:
