@@ -13,9 +13,9 @@ VOCAB, CONTEXT = 256, 512
 LIVE = "miniTransformer is live"
 
 
-def tiny(seed: int = 0):
+def tiny(seed: int = 0, **changes):
     """Sparse, dense, sparse; a context long enough for prompts of several tiles."""
-    return tiny_model(seed, vocab_size=VOCAB, max_positions=CONTEXT)
+    return tiny_model(seed, **{"vocab_size": VOCAB, "max_positions": CONTEXT, **changes})
 
 
 @contextmanager

@@ -88,6 +88,17 @@ def verify(original: Any, params: Any, vocab_size: int) -> None:
         raise ValueError(f"sampling_seed = {params.sampling_seed} must be an integer from 0 to 2**63 - 1")
 
 
+def validate(original: Any, manager: Any, obj: Any, input_ids: Any) -> None:
+    """TokenizerManager._validate_one_request: an id outside the vocabulary would stop the scheduler."""
+    original(manager, obj, input_ids)
+    if getattr(obj, "input_embeds", None) is not None or input_ids is None:
+        raise ValueError("miniTransformer takes token ids or text; there are no input embeddings")
+    size = manager.model_config.vocab_size
+    bad = next((i for i in input_ids if not 0 <= i < size), None)
+    if bad is not None:
+        raise ValueError(f"input_ids: {bad} is outside the vocabulary of {size}; check the tokenizer")
+
+
 def unquantised(original: Any, model_config: Any) -> None:
     """ModelConfig._parse_quant_hf_config: SGLang sees no quantisation; ours reads it from the checkpoint by itself."""
     model_config.hf_config.__dict__.pop("quantization_config", None)

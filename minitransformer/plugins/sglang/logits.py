@@ -92,7 +92,7 @@ class Wanted:
 
 def best(logits_LV: Tensor, counts: Sequence[int], t: Sequence[float] | None = None) -> list[tuple[Tensor, Tensor]]:
     """(log-probs, ids) of the counts[l] largest logits of each row."""
-    return chosen(logits_LV, [row.topk(k).indices for row, k in zip(logits_LV, counts, strict=True)], t)
+    return chosen(logits_LV, [row.topk(min(k, len(row))).indices for row, k in zip(logits_LV, counts, strict=True)], t)
 
 
 def chosen(logits_LV: Tensor, ids: Sequence[Any], t: Sequence[float] | None = None) -> list[tuple[Tensor, Tensor]]:

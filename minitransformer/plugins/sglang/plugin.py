@@ -93,6 +93,7 @@ def activate() -> None:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers import sampler
     from sglang.srt.layers.attention import attention_registry
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.mem_cache.allocator import paged
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -109,9 +110,11 @@ def activate() -> None:
     sampler.register_sampler_backend("pytorch", logits.Sampler)
     _wrap(ServerArgs, "__post_init__", arguments.post_init)
     _wrap(ModelConfig, "_parse_quant_hf_config", arguments.unquantised)
+    _wrap(TokenizerManager, "_validate_one_request", arguments.validate)
     _wrap(SamplingParams, "verify", arguments.verify)
     _wrap(SamplingBatchInfo, "from_schedule_batch", logits.with_seeds)
-    _wrap(WeightUpdater, "update_weights_from_tensor", weights.refusing)
+    _wrap(WeightUpdater, "update_weights_from_tensor", weights.from_tensor)
+    _wrap(WeightUpdater, "update_weights_from_disk", weights.from_disk)
     if not torch.cuda.is_available():
         _wrap(BaseHostCache, "__init__", cpu.host_cache)
         paged.alloc_extend_kernel = cpu.Kernel(cpu.alloc_extend)

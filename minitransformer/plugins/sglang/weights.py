@@ -17,16 +17,18 @@ from minitransformer.checkpoint_files import first_few
 from minitransformer.errors import InputError
 from minitransformer.models.qwen3_moe.layout import EMBEDDING, HEAD, parameter_shapes, piece_shape, pieces
 from minitransformer.models.qwen3_moe.nvfp4_layout import Format, Part, parts
+from minitransformer.plugins.sglang.arguments import check_model
 
 _FLOATS = (torch.bfloat16, torch.float32)
 
 
 class Place(NamedTuple):
-    """Where one checkpoint tensor goes: `write` takes it, of one of these types and this shape."""
+    """Where one checkpoint tensor goes: of one of these types, of this shape. read: of its values as they are kept."""
 
     dtypes: tuple[torch.dtype, ...]
     shape: tuple[int, ...]
-    write: Callable[[Tensor], None]
+    into: Tensor | None
+    read: Callable[[Tensor], Tensor] = lambda tensor: tensor
 
 
 class Receiver:
@@ -42,84 +44,79 @@ class Receiver:
             if form is not None and getattr(layer.mlp, "gate_up", 0) is None:
                 for part in parts(model.config, i):
                     self.places |= _quantised_places(layer.mlp.experts.fixed[part.projection], part, form)
-        self.missing = {name for name in self.places if not name.endswith((".input_scale", ".input_global_scale"))}
+        self.missing = {name for name, place in self.places.items() if place.into is not None}
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Writes the tensors. InputError: on the first load at once, later before anything is written."""
-        first = bool(self.missing)
-        if not first:
-            tensors = list(tensors)
-            for name, tensor in tensors:
-                self._check(name, tensor)
+        if not self.missing:
+            tensors = [(name, self._read(name, tensor)) for name, tensor in tensors]
+            self._check_tied(dict(tensors))
         self.model.weights_version += 1  # before the first write: older keys and values are stale from here on
+        head = {}
         for name, tensor in tensors:
-            if first:
-                self._check(name, tensor)
-            self._place(name).write(tensor)
+            tensor = self._read(name, tensor) if self.missing else tensor
+            if self.places[name].into is not None:
+                self.places[name].into.copy_(tensor)
+            head |= {name: tensor} if name == HEAD else {}
             self.missing.discard(name)
         if self.missing:
             raise InputError(f"{len(self.missing)} tensors are missing ({first_few(self.missing)})")
+        self._check_tied(head)
         for layer in self.model.layers:
             getattr(getattr(layer.mlp, "experts", None), "forget", lambda: None)()
 
-    def _place(self, name: str) -> Place:
-        if name not in self.places:
+    def _read(self, name: str, tensor: Tensor) -> Tensor:
+        place = self.places.get(name)
+        if place is None:
             raise InputError(f"{name}: the model has no such tensor; send the names of its Hugging Face checkpoint")
-        return self.places[name]
-
-    def _check(self, name: str, tensor: Tensor) -> None:
-        place = self._place(name)
         if tuple(tensor.shape) != place.shape or tensor.dtype not in place.dtypes:
             raise InputError(
                 f"{name} is {tensor.dtype} {list(tensor.shape)}; the model takes {place.dtypes[0]} {list(place.shape)}"
             )
         if tensor.dtype in _FLOATS and not bool(torch.isfinite(tensor.to(torch.bfloat16)).all()):
             raise InputError(f"{name} has a value that is no finite BF16 number; such weights are refused")
+        return place.read(tensor)
 
-
-def _copy(into: Tensor) -> Callable[[Tensor], None]:
-    def write(tensor: Tensor) -> None:
-        into.copy_(tensor)
-
-    return write
+    def _check_tied(self, tensors: dict[str, Tensor]) -> None:
+        """A head beside tied embeddings must be them: those that come with it, or those that are there."""
+        if HEAD in tensors and self.model.config.tie_word_embeddings:
+            embedding = tensors.get(EMBEDDING, self.model.embed_tokens.weight)
+            if not torch.equal(tensors[HEAD].to(embedding), embedding):
+                raise InputError(f"{HEAD} differs from {EMBEDDING}, but config.json ties them")
 
 
 def _parameter_places(model: Any) -> Iterator[tuple[str, Place]]:
-    """Every piece of every BF16 parameter, experts one by one and fused."""
+    """Every piece of every BF16 parameter, experts one by one."""
     shapes = parameter_shapes(model.config)
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     for piece in pieces(model.config):
         if piece.parameter in parameters:
             into = parameters[piece.parameter][piece.index]
-            yield piece.key, Place(_FLOATS, piece_shape(shapes[piece.parameter], piece.index), _copy(into))
+            yield piece.key, Place(_FLOATS, piece_shape(shapes[piece.parameter], piece.index), into)
     if model.config.tie_word_embeddings:
-        into = parameters["embed_tokens.weight"]
-        yield HEAD, Place(_FLOATS, tuple(into.shape), _same_as(into, HEAD))
-
-
-def _same_as(tied: Tensor, name: str) -> Callable[[Tensor], None]:
-    def write(tensor: Tensor) -> None:
-        if not torch.equal(tied, tensor.to(tied)):
-            raise InputError(f"{name} differs from {EMBEDDING}, but config.json ties them")
-
-    return write
+        yield HEAD, Place(_FLOATS, tuple(parameters["embed_tokens.weight"].shape), None)
 
 
 def _quantised_places(q: Any, part: Part, form: Format) -> dict[str, Place]:
     codes, scales, outer, static = part.headers(form)
     N, K = part.shape
-    into_outer = q.outer.view(q.outer.shape[0], -1)[part.expert]
+    outers = q.outer.view(q.outer.shape[0], -1)[part.expert]
 
-    def write_outer(tensor: Tensor) -> None:
+    def decode_scale(tensor: Tensor) -> Tensor:
         stored = np.float32(tensor.reshape(-1)[0].item())
-        into_outer[min(part.column, len(into_outer) - 1)] = float(form.read_scale(outer, stored))
+        return torch.tensor(float(form.read_scale(outer, stored)), dtype=torch.float32)
 
-    write_scales = _copy(q.scales[part.expert, part.rows])
+    def block_scales(tensor: Tensor) -> Tensor:
+        bits = tensor.view(torch.uint8)
+        if bool((((bits & 0x7F) == 0x7F) | (bits > 0x7F)).any()):  # a NaN, or a sign
+            raise InputError(f"{scales} has a value that is no block scale (finite, no sign)")
+        return bits
+
     return {
-        codes: Place((torch.uint8,), (N, K // 2), _copy(q.codes[part.expert, part.rows])),
-        scales: Place((torch.float8_e4m3fn,), (N, K // 16), lambda t: write_scales(t.view(torch.uint8))),
-        outer: Place((torch.float32,), form.scalar, write_outer),
-        static: Place((torch.float32,), form.scalar, lambda t: None),  # recipes here quantise by each token's own amax
+        codes: Place((torch.uint8,), (N, K // 2), q.codes[part.expert, part.rows]),
+        scales: Place((torch.float8_e4m3fn,), (N, K // 16), q.scales[part.expert, part.rows], block_scales),
+        outer: Place((torch.float32,), form.scalar, outers[min(part.column, len(outers) - 1)], decode_scale),
+        static: Place((torch.float32,), form.scalar, None),  # recipes here quantise by each token's own amax
     }
 
 
@@ -162,11 +159,25 @@ def answer(original: Any, checker: Any, action: str, allow_quant_error: bool = F
     }  # fmt: skip
 
 
-def refusing(original: Any, updater: Any, named_tensors: Any, load_format: str | None = None) -> tuple[bool, str]:
+KEPT = "Nothing was written: the server goes on with the weights it had"
+
+
+def from_tensor(original: Any, updater: Any, named_tensors: Any, load_format: str | None = None) -> tuple[bool, str]:
     """WeightUpdater.update_weights_from_tensor: a bad update is answered, it doesn't stop the server."""
     if load_format == "direct":
-        return False, "load_format 'direct' is not supported by miniTransformer; send Hugging Face names without it"
+        return False, f"load_format 'direct' is not supported by miniTransformer; send Hugging Face names. {KEPT}"
     try:
         return original(updater, named_tensors, load_format)
     except InputError as error:
-        return False, f"{error}. Nothing was written: the server goes on with the weights it had"
+        return False, f"{error}. {KEPT}"
+
+
+def from_disk(original: Any, updater: Any, model_path: str, *rest: Any, **options: Any) -> tuple[bool, str]:
+    """WeightUpdater.update_weights_from_disk, which after an error loads the same bad files again to roll back."""
+    before = updater.model_config.model_path
+    try:
+        check_model(model_path)
+        return original(updater, model_path, *rest, **options)
+    except Exception as error:  # Receiver.load reads and checks all before it writes, whatever failed
+        updater.model_config.model_path = before
+        return False, f"{model_path}: {error}. {KEPT}"

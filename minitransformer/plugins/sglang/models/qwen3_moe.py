@@ -33,9 +33,13 @@ class Qwen3MoeForCausalLM(nn.Module):
         self.logits_processor = LogitsProcessor(config, self.model)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        first = bool(self.receiver.missing)
-        self.receiver.load(weights)
-        if first:
+        if not self.receiver.missing:  # an update: whoever sent it is answered
+            self.receiver.load(weights)
+        else:
+            try:
+                self.receiver.load(weights)
+            except InputError as error:
+                plugin.fail(str(error))
             spec = self.model.spec
             plugin.log.info(
                 "miniTransformer is live: spec %s, fingerprint %s, recipe %s, SGLang %s",

@@ -1,0 +1,100 @@
+"""Real servers that must not come up, and requests that must not end a running one."""
+
+import json
+import os
+import shutil
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from alignment_tests.plugin import engines, laws
+from alignment_tests.plugin.test_engine import P, zero
+from minitransformer.errors import InputError
+from minitransformer.plugins.sglang import ANY_VERSION_VARIABLE
+
+pytestmark = pytest.mark.sglang
+
+
+def refused(checkpoint, arguments=(), environment=None) -> str:
+    with pytest.raises(InputError) as error, engines.start(checkpoint, arguments, environment=environment):
+        pass
+    assert "miniTransformer is not live, so this server stops: " in str(error.value)
+    return str(error.value)
+
+
+def test_arguments(checkpoint):
+    assert "keys and values are BF16" in refused(checkpoint, ["--kv-cache-dtype", "fp8_e5m2"])
+    assert "one GPU a server" in refused(checkpoint, ["--tp-size", "2"])
+
+
+def test_another_model(checkpoint, tmp_path):
+    shutil.copytree(checkpoint, tmp_path / "other")
+    config = json.loads((checkpoint / "config.json").read_text())
+    config |= {"model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"]}
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
+    assert "serves qwen3_moe only" in refused(tmp_path / "other")
+
+
+def test_a_config_that_our_model_can_not_follow(checkpoint, tmp_path):
+    """SGLang's own model would serve it; ours says what it is that it can't do."""
+    shutil.copytree(checkpoint, tmp_path / "other")
+    config = json.loads((checkpoint / "config.json").read_text()) | {"attention_bias": True}
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
+    assert "attention_bias = True is not supported" in refused(tmp_path / "other")
+
+
+def test_a_plugin_left_out(checkpoint):
+    assert "leaves its plugin out" in refused(checkpoint, environment={"SGLANG_PLUGINS": "another"})
+
+
+def test_a_version_that_was_not_tested(checkpoint, tmp_path):
+    info = tmp_path / "sglang-0.5.99.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.99\n")
+    said = refused(checkpoint, environment={"PYTHONPATH": str(tmp_path)})
+    assert "SGLang 0.5.99 is installed, 0.5.17 was tested" in said and ANY_VERSION_VARIABLE in said
+
+
+def test_a_plugin_that_fails(checkpoint, tmp_path):
+    """One of its modules can't be imported: SGLang would log that and go on; the server must stop."""
+    info = tmp_path / "breaks-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: breaks\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nbreaks = breaks:plugin\n")
+    broken = "import sys\nsys.modules['minitransformer.plugins.sglang.logits'] = None\ndef plugin(): pass\n"
+    (tmp_path / "breaks.py").write_text(broken)
+    said = refused(checkpoint, environment={"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"})
+    assert "ModuleNotFoundError" in said and "minitransformer.plugins.sglang.logits" in said
+
+
+def test_bad_requests_leave_the_server_alone(checkpoint):
+    with engines.start(checkpoint) as server:
+        first = laws.run(server.client, P)
+        for change in ({"min_p": 0.5}, {"temperature": 1e9}, {"sampling_seed": -1}, {"temperature": -1.0}):
+            with pytest.raises(InputError, match="refuses"):
+                server.client.generate([P[0]], laws.params(1, 1.0, 4)[0] | change)
+        with pytest.raises(InputError, match="is outside the vocabulary"):
+            server.client.generate([[1, engines.VOCAB]], laws.params(1, 1.0, 4))
+        with pytest.raises(InputError, match="refuses.*input_embeds"):
+            server.client.call("/generate", {"input_embeds": [[0.0] * 64], "sampling_params": {"max_new_tokens": 1}})
+        zero(laws.same(first, laws.run(server.client, P)))
+
+
+def test_bad_updates_leave_the_weights_alone(checkpoint, tmp_path):
+    """A checkpoint of another size, one with a NaN, one that is not there: refused, and nothing was written."""
+    poisoned = engines.tiny(2)
+    poisoned.save_pretrained(tmp_path / "poisoned")
+    shutil.copytree(tmp_path / "poisoned", tmp_path / "cut")
+    file = tmp_path / "poisoned" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.2.mlp.experts.3.up_proj.weight"][5, 7] = float("nan")
+    save_file(tensors, file)
+    (tmp_path / "cut" / "model.safetensors").write_bytes(file.read_bytes()[:-4096])
+    engines.tiny(1, vocab_size=engines.VOCAB + 16).save_pretrained(tmp_path / "large")
+    with engines.start(checkpoint) as server:
+        first, sums = laws.run(server.client, P), server.client.checksums()
+        for name in ("large", "poisoned", "cut", "absent"):
+            with pytest.raises(InputError, match="Nothing was written: the server goes on with the weights it had"):
+                laws.update_from_disk(server.client, tmp_path / name)
+            assert server.client.checksums() == sums
+        zero(laws.same(first, laws.run(server.client, P)))

@@ -1,0 +1,151 @@
+"""What the plugin refuses, each with a sentence that says what is supported. No SGLang is needed here."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from minitransformer.errors import InputError
+from minitransformer.plugins.sglang import ANY_VERSION_VARIABLE, MODEL_PACKAGE, MODEL_PACKAGE_VARIABLE, plugin
+from minitransformer.plugins.sglang import arguments as arguments_module
+from minitransformer.plugins.sglang.client import Client
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
+    return str(tmp_path)
+
+
+def test_plain_arguments_are_taken(model):
+    arguments_module.check(SimpleNamespace(model_path=model, tp_size=1, dtype="auto", kv_cache_dtype="auto"))
+
+
+@pytest.mark.parametrize(
+    "name, value, supported",
+    [
+        ("kv_cache_dtype", "fp8_e4m3", "keys and values are BF16"),
+        ("dtype", "float16", "bfloat16"),
+        ("speculative_algorithm", "EAGLE", "no speculative decoding"),
+        ("enable_lora", True, "no LoRA"),
+        ("lora_paths", ["a"], "no LoRA"),
+        ("tp_size", 2, "one GPU a server"),
+        ("pp_size", 2, "one GPU a server"),
+        ("dp_size", 2, "one GPU a server"),
+        ("ep_size", 2, "one GPU a server"),
+        ("quantization", "fp8", "minitransformer_recipe"),
+        ("torchao_config", "int4wo-128", "minitransformer_recipe"),
+        ("attention_backend", "fa3", "leave it out"),
+        ("decode_attention_backend", "fa3", "leave it out"),
+        ("sampling_backend", "flashinfer", "leave it out"),
+        ("rl_on_policy_target", "fsdp", "leave it out"),
+        ("load_format", "gguf", "safetensors"),
+        ("disaggregation_mode", "prefill", "one server"),
+        ("is_embedding", True, "no embeddings"),
+    ],
+)
+def test_an_argument_is_refused(model, name, value, supported):
+    with pytest.raises(InputError, match=supported) as refused:
+        arguments_module.check(SimpleNamespace(**{"model_path": model, name: value}))
+    assert f"--{name.replace('_', '-')} {value} is not supported" in str(refused.value)
+
+
+def test_every_refused_argument_names_what_is_supported():
+    for name, (allowed, supported) in arguments_module._ONLY.items():
+        assert allowed and len(supported) > 10, name
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ({"model_type": "llama"}, "serves qwen3_moe only"),
+        ([1], "serves qwen3_moe only"),
+        (None, "no config.json"),
+        ("{", "not JSON"),
+    ],
+)
+def test_another_model_is_refused(tmp_path, content, said):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(InputError, match=said):
+        arguments_module.check_model(str(tmp_path))
+
+
+def versions(monkeypatch, found: str | None) -> None:
+    def version(name: str) -> str:
+        if found is None:
+            raise plugin.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(plugin, "version", version)
+
+
+def test_no_sglang(monkeypatch):
+    versions(monkeypatch, None)
+    with pytest.raises(InputError, match=r"SGLang is not installed; `pip install 'minitransformer\[sglang\]'`"):
+        plugin.check_version()
+
+
+def test_another_version_is_refused_unless_allowed(monkeypatch):
+    versions(monkeypatch, "0.5.18")
+    with pytest.raises(InputError, match="0.5.18 is installed, 0.5.17 was tested"):
+        plugin.check_version()
+    monkeypatch.setenv(ANY_VERSION_VARIABLE, "1")
+    plugin.check_version()
+
+
+def test_the_tested_version_is_taken(monkeypatch):
+    versions(monkeypatch, "0.5.17")
+    plugin.check_version()
+
+
+def test_nothing_happens_without_the_variable(monkeypatch):
+    monkeypatch.delenv(MODEL_PACKAGE_VARIABLE, raising=False)
+    versions(monkeypatch, None)
+    plugin.plugin()
+
+
+@pytest.mark.parametrize("error", [InputError("a reason"), RuntimeError("a reason"), ImportError("a reason")])
+def test_a_plugin_that_fails_ends_the_process(monkeypatch, error):
+    """SGLang catches Exception and would serve its own model; SystemExit it does not catch."""
+
+    def activate() -> None:
+        raise error
+
+    monkeypatch.setenv(MODEL_PACKAGE_VARIABLE, MODEL_PACKAGE)
+    versions(monkeypatch, "0.5.17")
+    monkeypatch.setattr(plugin, "activate", activate)
+    with pytest.raises(SystemExit, match="miniTransformer is not live, so this server stops: .*a reason"):
+        plugin.plugin()
+
+
+def test_a_plugin_that_sglang_will_not_call_ends_the_process(monkeypatch):
+    versions(monkeypatch, "0.5.17")
+    monkeypatch.setenv("SGLANG_PLUGINS", "another, third")
+    with pytest.raises(SystemExit, match="leaves its plugin out; add minitransformer"):
+        plugin.require_installed()
+    monkeypatch.setenv("SGLANG_PLUGINS", "another,minitransformer")
+    monkeypatch.setattr(plugin, "entry_points", lambda **_: ())
+    with pytest.raises(SystemExit, match="not installed, so SGLang can't find its plugin"):
+        plugin.require_installed()
+
+
+def test_a_plugin_that_was_not_called_ends_the_process(monkeypatch):
+    monkeypatch.setattr(plugin, "_active", False)
+    with pytest.raises(SystemExit, match="SGLang did not run the plugin"):
+        plugin.require_active()
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [({"min_p": 0.1}, "min_p"), ({"temperature": 1e-9}, "temperature"), ({"sampling_seed": -1}, "sampling_seed")],
+)
+def test_a_request_is_turned_away(change, said):
+    params = SimpleNamespace(**({"min_p": 0.0, "temperature": 1.0, "sampling_seed": None} | change))
+    with pytest.raises(ValueError, match=said):
+        arguments_module.verify(lambda params, vocab_size: None, params, 100)
+
+
+def test_a_server_that_does_not_answer_is_said_to():
+    with pytest.raises(InputError, match="no server answers"):
+        Client("http://127.0.0.1:9", timeout=2).generate([[1]], {})
