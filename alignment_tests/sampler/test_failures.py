@@ -2,12 +2,22 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
 from alignment_tests.learner.tiny import tiny_model
-from alignment_tests.sampler.fake import FakeModel, Request, assert_alone, assert_bits, poisoned, prompts
-from minitransformer.errors import InputError
+from alignment_tests.sampler.fake import (
+    FakeModel,
+    Request,
+    assert_alone,
+    assert_bits,
+    fake_alone,
+    play,
+    poisoned,
+    prompts,
+)
+from minitransformer.errors import InputError, RowError
 from minitransformer.sampler import sampler as sampler_module
 from minitransformer.sampler.sampler import Sampler
 from minitransformer.sampler.sequence import NewToken, RequestError, SamplingParams
@@ -138,3 +148,44 @@ def test_a_nan_in_one_row_is_that_requests_own() -> None:
     first, second = error.value.completions
     assert_alone([Request((4, 6), SamplingParams(1))], [second])
     assert first.finish_reason == "error"
+
+
+REFUSED = 11
+
+
+class Refusing(FakeModel):
+    """An operator that refuses every row of one token id, before or after keys and values are stored."""
+
+    def forward(self, batch, *args) -> torch.Tensor:
+        logits_LV = super().forward(batch, *args)
+        if (batch.ids_T == REFUSED).any():
+            raise RowError("fake", (batch.ids_T == REFUSED).nonzero().flatten(), "this id")
+        return logits_LV
+
+
+def refused_rows(seed: int) -> None:
+    """Random schedules with prefix hits, preemptions and few pages, where prompts hold the id or draw it."""
+    rng = np.random.default_rng(seed)
+    requests = [
+        Request(tuple(p), SamplingParams(8, seed=i, ignore_eos=True), arrival=int(rng.integers(0, 12)))
+        for i, p in enumerate(prompts(seed, rng.integers(1, 24, 14).tolist()))
+    ]
+    sampler = poisoned(Sampler(Refusing(), page_size=4, num_pages=11, chunk_size=5, max_batch_tokens=11))
+    failed = 0
+    for i, (request, got) in enumerate(zip(requests, play(sampler, requests), strict=True)):
+        token_ids, log_probs, reason = fake_alone(request.prompt, request.params)
+        fed = [*request.prompt, *token_ids[:-1]]
+        if REFUSED in fed:  # what was drawn before the id was read is good, the id itself included
+            at, reason = fed.index(REFUSED), "error"
+            token_ids, log_probs = (x[: max(0, at + 1 - len(request.prompt))] for x in (token_ids, log_probs))
+            assert got.error.endswith(f": position {at}, fake: this id") or ": positions " in got.error
+        failed += reason == "error"
+        assert (got.token_ids, got.finish_reason) == (token_ids, reason), f"request {i}"
+        assert_bits(got.log_probs, log_probs, f"request {i}")
+    assert 0 < failed < len(requests)
+    assert not any(REFUSED in ids for _, ids in sampler.pool._keys.values()), "a refused row is in the prefix cache"
+
+
+@pytest.mark.parametrize("seed", [3, 4, 6, 8])
+def test_refused_rows_in_any_schedule(seed: int) -> None:
+    refused_rows(seed)

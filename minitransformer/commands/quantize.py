@@ -31,7 +31,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--recipe",
         default=DEFAULT_QUANTISED,
         metavar="NAME",
-        help=f"nvfp4_per_token (4-bit activations) or w4a16 (BF16 activations); default {DEFAULT_QUANTISED}",
+        help=f"nvfp4_per_token (4-bit activations) or w4a16 (BF16 activations; not read by SGLang 0.5.17); "
+        f"default {DEFAULT_QUANTISED}",
     )
     command.add_argument(
         "--format",
