@@ -37,19 +37,24 @@ def check_small() -> int:
 
 
 def floors(T: int, S: int) -> dict[str, tuple[float, float]]:
-    """Part -> milliseconds that its multiply-adds need at the tensor cores' peak, forward and backward.
+    """Part -> least milliseconds, forward and backward, by multiply-adds or by bytes at the hardware's peak.
 
-    The backward has two products for each of the forward's; attention's has five for two.
+    The backward has two products for each of the forward's, attention's five for two. Row-wise operators read each
+    operand once and write each output once; a norm's backward reads its operands twice, for dX and for dW.
     """
-    pairs = T * (T // S + 1) / 2
+    pairs, D, F, R, qk, qkv = T * (T // S + 1) / 2, 2048, 768, 8 * T, 36 * 128, 5120
     macs = {
-        "qkv and o": (T * 2048 * (5120 + 4096),) * 2,
-        "router": (T * 128 * 2048,) * 2,
-        "experts": (8 * T * 3 * 768 * 2048,) * 2,
-        "attention": (2 * pairs * 32 * 128, 2.5 * pairs * 32 * 128),
+        "qkv, o, router": T * D * (qkv + 4096 + 128),
+        "experts": R * 3 * F * D,
+        "attention": 2 * pairs * 32 * 128,
     }
-    ms = {part: tuple(2e-9 * n / TENSOR_TFLOPS for n in two) for part, two in macs.items()}
-    return {part: (forward, 2 * backward) for part, (forward, backward) in ms.items()}
+    found = {part: tuple(2e-9 * n * k / TENSOR_TFLOPS for k in (1, 2)) for part, n in macs.items()}
+    found["attention"] = (found["attention"][0], 2.5 * found["attention"][0])
+    rows = (
+        8 * T * D + T * (4 * qk + 2 * qkv) + 2 * (T + R) * D + 3 * R * F,
+        16 * T * D + T * (7 * qk + 2 * qkv) + 2 * (T + R) * D + 5 * R * F + 2 * R * D + 3 * T * D,
+    )
+    return found | {"row-wise": tuple(2e-9 * n / MEMORY_TB_S for n in rows)}
 
 
 def kernels(call, rounds: int = 3) -> list[tuple[str, float, int]]:
@@ -102,8 +107,8 @@ def main() -> None:
     for name, ms, launches in table[:26]:
         print(f"  {ms:8.3f} ms {launches:4d} x  {name}")
     print(f"  {sum(row[1] for row in table):8.3f} ms in all kernels of forward + backward")
-    for part, two in floors(S * length, S).items():
-        print(f"  floor by operations {part:12} forward {two[0]:.3f} ms, backward {two[1]:.3f} ms")
+    for part, (forward, backward) in floors(S * length, S).items():
+        print(f"  floor of {part:15} forward {forward:.3f} ms, backward {backward:.3f} ms")
     if not args.no_peer:
         theirs = Theirs(ours, S, length)
         with torch.no_grad():

@@ -6,13 +6,13 @@ An update is: pack -> model -> logprob -> loss -> backward, pack after pack -> c
     gradients    BF16 from the model; summed over packs, measured and clipped in gradients.py
     masters      FP32, updated by torch.optim.AdamW with foreach=False, fused=False: one plain elementwise loop a
                  tensor, whose bits follow neither the number of threads nor how parameters happen to be grouped.
-                 The one exception to "no arithmetic but ours": they follow torch's version and the vector unit that
-                 torch picks on a CPU (ATEN_CPU_CAPABILITY overrides it), so a saved run records both (checkpoint.py)
+                 The one exception to "no arithmetic but ours": they follow torch's version and the GPU or the vector
+                 unit that torch picks on a CPU (ATEN_CPU_CAPABILITY overrides it), which a saved run records.
     weights      BF16 of the masters, nearest even, written into the model's own storage; weights_version + 1
 
-With the same packs, torch and vector unit an update repeats bit for bit. Other packs change no log-prob, no loss and
-no token's weight in it, but a weight gradient is one chain over the tokens in packed order, so they may change a
-gradient's last bits.
+With the same packs, torch and vector unit or GPU an update repeats bit for bit. A GPU's gradients and their norm have
+the CPU's bits; its AdamW need not. Other packs change no log-prob, no loss and no token's weight in it, but a weight
+gradient is one chain over the tokens in packed order, so they may change a gradient's last bits.
 """
 
 import math

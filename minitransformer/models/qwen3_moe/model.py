@@ -34,6 +34,7 @@ from minitransformer.ops.router import router
 from minitransformer.ops.swiglu import swiglu
 from minitransformer.recipe import Recipe, get
 
+AGAIN = dict(use_reentrant=False, preserve_rng_state=False)  # no operator draws numbers
 Note = Callable[..., None]  # takes a stage's name and its tensor, and the plan where rows are in dispatch order
 
 
@@ -193,7 +194,7 @@ class Qwen3MoeForCausalLM(nn.Module):
         for i, layer in enumerate(self.layers):
             args = (x_TD, residual_TD, batch, table, cache and (cache.k[i], cache.v[i]), note)
             with in_layer(i):
-                x_TD, residual_TD = checkpoint(layer, *args, use_reentrant=False) if recompute else layer(*args)
+                x_TD, residual_TD = checkpoint(layer, *args, **AGAIN) if recompute else layer(*args)
         h_TD, _ = rms_norm_residual(x_TD, residual_TD, self.norm.weight, self.config.rms_eps)
         note("final_norm", h_TD)
         return h_TD
