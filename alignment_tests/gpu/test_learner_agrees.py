@@ -16,12 +16,14 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing to compare with the CPU"),
 ]
-# Changes of the tiny model, lengths of the sequences, the most tokens of a pack.
+# Changes of the tiny model, recipe, lengths of the sequences, the most tokens of a pack.
 MODELS = {
-    "tiny": ({}, [3, 24, 2, 65, 90], 100),
-    "tied, not renormalised": (dict(tie_word_embeddings=True, norm_topk_prob=False), [40, 7, 33], 100),
-    "demo's shape": (DEMO, [3, 64, 130, 7], 150),
-    "a real layer": (LAYER, [33, 5], 1024),
+    "tiny": ({}, "bf16", [3, 24, 2, 65, 90], 100),
+    "tied, not renormalised": (dict(tie_word_embeddings=True, norm_topk_prob=False), "bf16", [40, 7, 33], 100),
+    "tiny nvfp4": ({}, "nvfp4", [3, 24, 2, 65, 90], 100),
+    "demo's shape": (DEMO, "bf16", [3, 64, 130, 7], 150),
+    "demo's shape nvfp4": (DEMO, "nvfp4", [64, 30], 150),
+    "a real layer": (LAYER, "bf16", [33, 5], 1024),
 }
 
 
@@ -45,10 +47,12 @@ def gradients(model, samples, tokens: int, **settings):
 
 @pytest.fixture(scope="module", params=MODELS)
 def case(request):
-    changes, lengths, tokens = MODELS[request.param]
+    changes, recipe, lengths, tokens = MODELS[request.param]
     cpu = tiny_model(**changes)
     gpu = Qwen3MoeForCausalLM(cpu.config)
     gpu.load_state_dict(cpu.state_dict())
+    for model in (cpu, gpu):
+        model.set_recipe(recipe)
     samples = samples_of(cpu, lengths)
     return gpu.to("cuda"), samples, tokens, gradients(cpu, samples, tokens)
 
@@ -77,6 +81,7 @@ def test_scores(case):
     gpu, samples, tokens, _ = case
     cpu = Qwen3MoeForCausalLM(gpu.config)
     cpu.load_state_dict({name: x.cpu() for name, x in gpu.state_dict().items()})
+    cpu.set_recipe(gpu.recipe)
     args = [s.ids for s in samples], [s.prompt_len for s in samples]
     got, want = (Learner(model, max_tokens_per_pack=tokens).score(*args) for model in (gpu, cpu))
     agree(got, want, "scores")
