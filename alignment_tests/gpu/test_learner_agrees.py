@@ -20,9 +20,9 @@ pytestmark = [
 MODELS = {
     "tiny": ({}, "bf16", [3, 24, 2, 65, 90], 100),
     "tied, not renormalised": (dict(tie_word_embeddings=True, norm_topk_prob=False), "bf16", [40, 7, 33], 100),
-    "tiny nvfp4": ({}, "nvfp4", [3, 24, 2, 65, 90], 100),
+    "tiny nvfp4": ({}, "nvfp4_per_row", [3, 24, 2, 65, 90], 100),
     "demo's shape": (DEMO, "bf16", [3, 64, 130, 7], 150),
-    "demo's shape nvfp4": (DEMO, "nvfp4", [64, 30], 150),
+    "demo's shape nvfp4": (DEMO, "nvfp4_per_row", [64, 30], 150),
     "a real layer": (LAYER, "bf16", [33, 5], 1024),
 }
 
