@@ -25,7 +25,8 @@ def unpack(packed: torch.Tensor) -> np.ndarray:
     codes, scales = words[..., :128].reshape(E, tiles, units, 8, 4, 4), words[..., 128:].reshape(E, tiles, units, 8, 2)
     for step in range(4):
         word, scale = codes[..., step], scales[..., step // 2]
-        scale = np.where(step & 1, scale >> np.uint32(4), scale << np.uint32(4))
+        if step & 1:  # the bytes of each half exchanged
+            scale = (scale >> np.uint32(8)) & np.uint32(0x00FF00FF) | (scale & np.uint32(0x00FF00FF)) << np.uint32(8)
         factor = bf16((scale & np.uint32(0x0FF00FF0)) | np.uint32(0x70007000))  # [E, tile, unit, g, half]
         pairs = (
             word & (TRIPLE | SIGN),

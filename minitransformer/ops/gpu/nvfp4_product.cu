@@ -36,10 +36,12 @@ __device__ __forceinline__ u32 mul2(u32 a, u32 b) {
 
 // Scales of rows g and g + 8 for step s of a unit, each twice.
 __device__ __forceinline__ void scales_of(uint2 s, int step, u32 &low, u32 &high) {
-    u32 word = step < 2 ? s.x : s.y;
-    u32 pair = ((step & 1 ? word >> 4 : word << 4) & 0x0FF00FF0u) | 0x70007000u;
-    low = __byte_perm(pair, pair, 0x1010);
-    high = __byte_perm(pair, pair, 0x3232);
+    u32 word = step < 2 ? s.x : s.y, pair;
+    if (step & 1) word = __byte_perm(word, word, 0x2301);  // the odd block's byte lies as the even one's does, turned by 8
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(pair) : "r"(word), "r"(0x0FF00FF0), "r"(0x70007000));  // & and |
+    // Halves taken so become operand selectors of the product, not instructions.
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; mov.b32 %0, {l, l}; mov.b32 %1, {h, h};}"
+        : "=r"(low), "=r"(high) : "r"(pair));
 }
 
 // One word -> the A registers of one step.

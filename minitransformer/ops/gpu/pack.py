@@ -8,7 +8,9 @@ of block scales. Rows and columns that fill up a unit are zeros.
         bits 3..5, 12    row g + 8, columns + 0, + 1
         bits 0..2, 13    row g,     columns + 2, + 3
         bits 9..11, 14   row g + 8, columns + 2, + 3
-    scale word 128 + 2g + q   bytes: row g blocks 2q, 2q + 1; row g + 8 blocks 2q, 2q + 1
+    scale word 128 + 2g + q   low half: row g, high half: row g + 8
+        bits 4..11             block 2q
+        bits 12..15, 0..3      block 2q + 1, its low and its high half byte: in place once the bytes are exchanged
 
 A scale byte is (1 + m/8) * 2^(e - 10) with e = byte >> 3 (1 .. 18), m = byte & 7: E4M3's subnormals normalised. A
 block whose scale is 0 becomes zero codes with the smallest scale. Plain tensor operations: it is tested on any machine.
@@ -75,6 +77,7 @@ def _pack(codes: Tensor, scales: Tensor, out: Tensor) -> None:
     table = SCALE_BYTES.to(scales.device)
     padded = _padded(table[scales.int()], UNIT_ROWS, UNIT_COLUMNS // BLOCK)
     padded = torch.where(padded == 0, table[0], padded)
-    # [E, tile, half, g, unit, q, byte] -> [E, tile, unit, g, q, half, byte]
-    halves = padded.view(E, tiles, 2, 8, units, 2, 2).permute(0, 1, 4, 3, 5, 2, 6)
-    out[..., 128:] = halves.flatten(-4).contiguous().view(torch.int32)
+    # [E, tile, half, g, unit, q, byte] -> [byte, half, E, tile, unit, g, q]
+    even, odd = padded.view(E, tiles, 2, 8, units, 2, 2).permute(6, 2, 0, 1, 4, 3, 5).int()
+    halves = even << 4 | odd >> 4 | (odd & 15) << 12
+    out[..., 128:] = (halves[0] | halves[1] << 16).flatten(-2)
