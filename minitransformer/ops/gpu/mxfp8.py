@@ -41,7 +41,7 @@ def quantize_kernel(
     bad = inside & (top >= 0x7F800000)
     name = row if SLOTS == 0 else tl.load(order_ptr + row, mask=row < rows, other=0) // SLOTS
     name = tl.broadcast_to(name.to(tl.int32)[:, None], bad.shape)
-    tl.atomic_min(faults_ptr + SLOT + tl.zeros_like(name), name, mask=bad)
+    tl.atomic_min(faults_ptr + SLOT + tl.zeros_like(name), name, mask=bad, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["blocks"])

@@ -114,8 +114,8 @@ def quantize_kernel(
     small = inside & ~bad & ((float_of(top) > g[:, None]) | ~(g < float("inf"))[:, None])
     name = row if SLOTS == 0 else tl.load(order_ptr + row, mask=row < rows, other=0) // SLOTS
     name = tl.broadcast_to(name.to(tl.int32)[:, None], bad.shape)
-    tl.atomic_min(faults_ptr + SLOT + tl.zeros_like(name), name, mask=bad)
-    tl.atomic_min(faults_ptr + SMALL_SLOT + tl.zeros_like(name), name, mask=small)
+    tl.atomic_min(faults_ptr + SLOT + tl.zeros_like(name), name, mask=bad, sem="relaxed")
+    tl.atomic_min(faults_ptr + SMALL_SLOT + tl.zeros_like(name), name, mask=small, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["blocks"])

@@ -48,7 +48,7 @@ def rows_kernel(
     code, d, scale = quantised(x, top, s_enc, s_dec)
     store_quantised(codes_ptr, scales_ptr, decoded_ptr, row, b, inside, code, d, scale, K, True)
     bad = (row < rows) & (row_top >= 0x7F800000)
-    tl.atomic_min(faults_ptr + SLOT + tl.zeros_like(row), token.to(tl.int32), mask=bad)
+    tl.atomic_min(faults_ptr + SLOT + tl.zeros_like(row), token.to(tl.int32), mask=bad, sem="relaxed")
 
 
 def _launch(x: Tensor, plan, K: int, gather: bool) -> tuple[Tensor, ...]:
