@@ -194,7 +194,7 @@ def test_quantised_linear(N, K, counts, kind):
         want = op.forward(x, scale, decoded, q.outer, plan, out_dtype)
         for weight in (packed, decoded.cuda()):
             agree([op.forward(*on_gpu, weight, outer, on, out_dtype)], [want], f"{out_dtype} {weight.dtype}")
-        if sum(counts) == 0 or (N, K) != (192, 576) and (kind != "nvfp4" or N != 72):
+        if counts != COUNTS["uneven"] or N == 30 or (N == 72 and kind != "nvfp4"):  # a compilation each
             continue
         for tile in gpu.quantised_linear.CANDIDATES:
             got = gpu.quantised_linear.decoded_product(*on_gpu, decoded.cuda(), outer, on, out_dtype, tile)

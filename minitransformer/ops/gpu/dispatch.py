@@ -25,7 +25,7 @@ def plan_kernel(
         lower += ((ids < e) & (r0 + r < R)).to(tl.int32)
         if e == 0:
             bad = ((ids < 0) | (ids >= E)) & (r0 + r < R)
-            tl.atomic_min(faults_ptr + SLOT + tl.zeros_like(r), (r0 + r) // SLOTS, mask=bad)
+            tl.atomic_min(faults_ptr + SLOT + tl.zeros_like(r), (r0 + r) // SLOTS, mask=bad, sem="relaxed")
     begin = tl.sum(lower, 0)
     tl.store(bounds_ptr + e, begin.to(tl.int64))
     if e == E - 1:

@@ -70,7 +70,7 @@ def sum_kernel(
     if SLOT >= 0:
         # A NaN passed over by the maximum, and a maximum that is not finite, leave a NaN in the sum.
         if outside | (total != total) | (tl.abs(m) == float("inf")):
-            tl.atomic_min(faults_ptr + SLOT, t)
+            tl.atomic_min(faults_ptr + SLOT, t, sem="relaxed")
 
 
 @triton.jit

@@ -80,7 +80,8 @@ def refuse_kernel(amax_ptr, order_ptr, faults_ptr, rows, SLOTS: tl.constexpr, SL
     row = tl.program_id(0) * 256 + tl.arange(0, 256)
     amax = tl.load(amax_ptr + row, mask=row < rows, other=0.0)
     token = tl.load(order_ptr + row, mask=row < rows, other=0) // SLOTS
-    tl.atomic_min(faults_ptr + SLOT + tl.zeros_like(row), token.to(tl.int32), mask=~(amax < float("inf")), sem="relaxed")
+    bad = ~(amax < float("inf"))
+    tl.atomic_min(faults_ptr + SLOT + tl.zeros_like(row), token.to(tl.int32), mask=bad, sem="relaxed")
 
 
 CANDIDATES = (

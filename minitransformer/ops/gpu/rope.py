@@ -19,7 +19,7 @@ def rope_kernel(
     token, valid = line // N, line < lines
     position = tl.load(positions_ptr + token, mask=valid, other=0)
     outside = (position < 0) | (position >= P)
-    tl.atomic_min(faults_ptr + SLOT + tl.zeros_like(token), token.to(tl.int32), mask=valid & outside)
+    tl.atomic_min(faults_ptr + SLOT + tl.zeros_like(token), token.to(tl.int32), mask=valid & outside, sem="relaxed")
     i = tl.arange(0, WIDTH)[None, :]
     inside = valid[:, None] & (i < HALF)
     angle = table_ptr + tl.where(outside, 0, position)[:, None] * (2 * HALF) + i

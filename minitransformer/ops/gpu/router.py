@@ -39,7 +39,7 @@ def router_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     t, valid = row[:, None], (row < T)[:, None]
     top, total, finite = _max_and_sum(logits_ptr, t, valid, E, ROWS)
-    tl.atomic_min(faults_ptr + SLOT + tl.zeros_like(row), row.to(tl.int32), mask=(row < T) & ~finite)
+    tl.atomic_min(faults_ptr + SLOT + tl.zeros_like(row), row.to(tl.int32), mask=(row < T) & ~finite, sem="relaxed")
     e, k = tl.arange(0, EXPERTS)[None, :], tl.arange(0, SLOTS)[None, :]
     x = tl.load(logits_ptr + t * E + e, mask=valid & (e < E), other=float("-inf")).to(tl.float32)
     weights, ids = tl.zeros((ROWS, SLOTS), tl.float32), tl.zeros((ROWS, SLOTS), tl.int32)
