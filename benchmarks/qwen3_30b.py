@@ -1,0 +1,232 @@
+"""Qwen3-30B-A3B's widths whole on one GPU, random weights: sampling, scoring, and a gap of exactly 0 between them.
+
+    python benchmarks/qwen3_30b.py            48 layers, 61 GB of BF16 weights, made on the GPU
+    python benchmarks/qwen3_30b.py --tiny     the same script at toy widths on any machine
+
+Times are wall times, host included; the floor of a decode step is the bytes it has to read (weights of the experts that
+the batch is expected to hit, keys and values) at the rate of a device-to-device copy in the same run.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from minitransformer.devices import resolve, room_on
+from minitransformer.learner.learner import Learner
+from minitransformer.models.qwen3_moe.config import Qwen3MoeConfig
+from minitransformer.models.qwen3_moe.layout import parameter_bytes
+from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
+from minitransformer.sampler.cache import KVCache
+from minitransformer.sampler.sampler import Sampler
+from minitransformer.sampler.sequence import SamplingParams
+
+WIDTHS = dict(
+    vocab_size=151936, hidden_size=2048, num_heads=32, num_kv_heads=4, head_dim=128, intermediate_size=6144,
+    expert_size=768, num_experts=128, top_k=8, norm_topk_prob=True, rms_eps=1e-6, rope_theta=1e6, max_positions=40960,
+    tie_word_embeddings=False,
+)  # fmt: skip
+TINY = dict(
+    vocab_size=512, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=96, expert_size=32,
+    num_experts=8, top_k=2, max_positions=512,
+)  # fmt: skip
+
+
+def make(config: Qwen3MoeConfig, device: torch.device) -> Qwen3MoeForCausalLM:
+    """Norms around 1, matrices of standard deviation 1 / sqrt(fan-in), the head's three times that."""
+    with room_on(device, parameter_bytes(config), "the weights in BF16"):
+        model = Qwen3MoeForCausalLM(config)
+    rng = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            scale = (3 if "lm_head" in name else 1) * p.shape[-1] ** -0.5
+            p.normal_(1, 0.1, generator=rng) if "norm" in name else p.normal_(0, scale, generator=rng)
+    return model
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes a second, read and written, of a copy within the device."""
+    if device.type == "cpu":
+        return float("nan")
+    a = torch.empty(1 << 31, dtype=torch.uint8, device=device)
+    b, times = torch.empty_like(a), []
+    for _ in range(5):
+        begin = time.perf_counter()
+        b.copy_(a)
+        synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return 2 * a.numel() / min(times)
+
+
+def step_bytes(config: Qwen3MoeConfig, requests: int, context: float) -> float:
+    """Bytes that a decode step has to read: each weight that is used once, and every key and value."""
+    c = config
+    hit = c.num_experts * (1 - (1 - c.top_k / c.num_experts) ** requests)
+    experts = c.num_layers * (c.num_experts - hit) * 3 * c.hidden_size * c.expert_size * 2
+    embedding = 2 * c.vocab_size * c.hidden_size  # a few rows of it only
+    return parameter_bytes(c) - experts - embedding + requests * context * KVCache.bytes_per_row(c)
+
+
+def sample(sampler: Sampler, prompts: list[list[int]], params: list[SamplingParams]) -> tuple[list, dict]:
+    """The completions, and the seconds of every step: those that only decode all requests, and the others."""
+    device, ids, done = sampler.model.device, [], {}
+    times: dict[str, list[float]] = {"decode": [], "other": []}
+    for prompt, p in zip(prompts, params, strict=True):
+        ids.append(sampler.add(prompt, p))
+    while len(done) < len(ids):
+        running = sampler.scheduler.running
+        pure = len(running) == len(ids) - len(done) > 0 and all(s.remaining == 1 for s in running)
+        synchronize(device)
+        begin = time.perf_counter()
+        tokens = sampler.step()
+        synchronize(device)
+        times["decode" if pure and not done else "other"].append(time.perf_counter() - begin)
+        done |= {t.request_id: t.completion for t in tokens if t.completion is not None}
+    return [done[i] for i in ids], times
+
+
+def decode_rows(model, args, rate: float) -> list[dict]:
+    """One row a batch size: the decode step from CUDA graphs and without."""
+    rows, device = [], model.device
+    for requests in args.batches:
+        for graphs in (True, False):
+            pages = requests * -(-(args.prompt + args.new) // 16)
+            sampler = Sampler(
+                model, 16, pages, args.batch_tokens, args.prompt, prefix_cache=False, max_sequences=requests,
+                cuda_graphs=graphs,
+            )  # fmt: skip
+            rng = torch.Generator().manual_seed(requests)
+            vocab, lengths = model.config.vocab_size, (requests, args.prompt)
+            prompts = torch.randint(vocab, lengths, generator=rng).tolist()
+            params = [SamplingParams(args.new if graphs else 8, seed=i, ignore_eos=True) for i in range(requests)]
+            done, times = sample(sampler, prompts, params)
+            step = statistics.median(times["decode"])
+            floor = step_bytes(model.config, requests, args.prompt + args.new / 2) / rate
+            rows.append(
+                {"requests": requests, "graphs": graphs, "step_ms": 1e3 * step, "floor_share": floor / step,
+                 "tokens_s": requests / step, "steps": len(times["decode"])}
+            )  # fmt: skip
+            if graphs and sampler.graphs is not None:
+                _, replay = next(iter(sampler.graphs._graphs.values()))
+                rows[-1] |= {"replay_ms": 1e3 * timed(replay, device), "captures": sampler.graphs.captures}
+            print(json.dumps(rows[-1]), flush=True)
+            del sampler
+    return rows
+
+
+def timed(call, device: torch.device, repeats: int = 5) -> float:
+    times = []
+    for _ in range(repeats):
+        synchronize(device)
+        begin = time.perf_counter()
+        call()
+        synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def whole(model, args) -> dict:
+    """Sampling with continuous batching, then scoring the same tokens; the gap must be 0."""
+    device, rng = model.device, torch.Generator().manual_seed(1)
+    prompts = torch.randint(model.config.vocab_size, (args.requests, args.prompt), generator=rng).tolist()
+    params = [SamplingParams(args.new, seed=i, ignore_eos=True) for i in range(args.requests)]
+    pages = args.requests * -(-(args.prompt + args.new) // 16)
+    row = {}
+    for run in ("first", "second"):  # the first compiles and captures
+        sampler = Sampler(
+            model, 16, pages, args.batch_tokens, args.prompt, prefix_cache=False, max_sequences=args.requests
+        )
+        synchronize(device)
+        begin = time.perf_counter()
+        done, times = sample(sampler, prompts, params)
+        row[f"sampling_s_{run}"] = time.perf_counter() - begin
+    row["prefill_tokens_s"] = args.requests * args.prompt / sum(times["other"])
+    row["new_tokens_s"] = args.requests * args.new / row["sampling_s_second"]
+    if device.type == "cuda":
+        row["peak_sampling_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+    if args.profile and device.type == "cuda":
+        sampler = Sampler(model, 16, pages, args.batch_tokens, args.prompt, prefix_cache=False)
+        profile(sampler, prompts, params, args.out)
+    del sampler
+    sequences, starts = [c.prompt_ids + c.token_ids for c in done], [len(c.prompt_ids) for c in done]
+    learner = Learner(model, max_tokens_per_pack=args.pack)
+    for run in ("first", "second"):
+        synchronize(device)
+        begin = time.perf_counter()
+        scores = learner.score(sequences, starts)
+        synchronize(device)
+        row[f"scoring_s_{run}"] = time.perf_counter() - begin
+    row["scored_tokens_s"] = sum(map(len, sequences)) / row["scoring_s_second"]
+    sampled, scored = torch.tensor([x for c in done for x in c.log_probs]), torch.cat(scores).cpu()
+    row["tokens"], row["differing"] = len(sampled), int((sampled.view(torch.int32) != scored.view(torch.int32)).sum())
+    row["max_gap_nats"] = float((sampled - scored).abs().max())
+    return row
+
+
+def profile(sampler: Sampler, prompts: list, params: list, out: Path | None) -> None:
+    """Which kernels a prefill step and a decode step spend their time in."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    for prompt, p in zip(prompts, params, strict=True):
+        sampler.add(prompt, p)
+    for name in ("prefill", "decode"):
+        while name == "decode" and any(s.remaining > 1 for s in sampler.scheduler.running + sampler.scheduler.waiting):
+            sampler.step()
+        sampler.step()
+        with record(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
+            sampler.step()
+            torch.cuda.synchronize()
+        text = found.key_averages().table(sort_by="self_cuda_time_total", row_limit=30, max_name_column_width=60)
+        if out is not None:
+            (out / f"profile_{name}.txt").write_text(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens of each prompt")
+    parser.add_argument("--new", type=int, default=64, help="new tokens of each request")
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 16, 64], help="requests of the decode rows")
+    parser.add_argument("--batch-tokens", type=int, default=8192, help="tokens of a sampler's step")
+    parser.add_argument("--pack", type=int, default=16384, help="tokens of a learner's pass")
+    parser.add_argument("--recipe", default="bf16")
+    parser.add_argument("--tiny", action="store_true", help="toy widths, on the CPU")
+    parser.add_argument("--profile", action="store_true", help="write the kernels of one step of each kind to --out")
+    parser.add_argument("--out", type=Path, help="folder for qwen3_30b.json")
+    args = parser.parse_args()
+    device = resolve("cpu" if args.tiny else "cuda")
+    sizes = WIDTHS | dict(num_layers=args.layers, sparse_layers=(True,) * args.layers) | (TINY if args.tiny else {})
+    begin = time.perf_counter()
+    model = make(Qwen3MoeConfig(**sizes), device)
+    model.set_recipe(args.recipe)
+    synchronize(device)
+    size, rate = parameter_bytes(model.config), copy_rate(device)
+    print(f"{args.layers} layers, {size / 1e9:.1f} GB of weights made in {time.perf_counter() - begin:.1f} s; copies "
+          f"move {rate / 1e12:.2f} TB/s", flush=True)  # fmt: skip
+    result = {"sizes": sizes, "recipe": args.recipe, "weights_gb": size / 1e9, "copy_tb_s": rate / 1e12}
+    result["whole"] = whole(model, args)
+    print(json.dumps(result["whole"]), flush=True)
+    result["decode"] = decode_rows(model, args, rate)
+    if device.type == "cuda":
+        result["device"] = torch.cuda.get_device_name(device)
+        result["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+        result["reserved_gib"] = torch.cuda.max_memory_reserved(device) / 2**30
+        print(f"peak memory {result['peak_gib']:.1f} GiB allocated, {result['reserved_gib']:.1f} GiB reserved")
+    if args.out is not None:
+        (args.out / "qwen3_30b.json").write_text(json.dumps(result, indent=1))
+    assert result["whole"]["differing"] == 0, "the sampler's and the learner's log-probs differ"
+    print(f"gap 0 over {result['whole']['tokens']:,} tokens")
+
+
+if __name__ == "__main__":
+    main()
