@@ -45,9 +45,10 @@ def _routing() -> Iterator[tuple]:
             yield f"router {E} {norm}", router.router_kernel, types, (E, K, norm, E, K, 4, FOUND["router"])
             types = ("*fp32", "*bf16", "*fp32", "*i64", "*bf16", "i32!")
             yield f"router {E} {norm} backward", router.backward_kernel, types, (E, K, norm, 4)
-    types = ("*i64", "*i64", "*i64", "*i64", "*i32", "i32!", "i32!")
-    for block in (128, 2048):
-        yield f"plan {block}", dispatch.plan_kernel, types, (8, block, FOUND["dispatch.plan"])
+    yield "plan count", dispatch.count_kernel, ("*i64", "*i32", "i32!", "i32!"), (1024, 128)
+    types = ("*i64", "*i32", "*i64", "*i64", "*i64", "*i32", "i32!", "i32!", "i32!")
+    for block, experts, one in ((128, 32, True), (1024, 128, False)):
+        yield f"plan {block}", dispatch.place_kernel, types, (8, block, experts, one, FOUND["dispatch.plan"])
     for D in (576, 2048):
         rows, columns = copy.tile(D)
         for weighted in (False, True):

@@ -11,31 +11,52 @@ from minitransformer.ops.gpu.scalar import LANES, lane_tree
 from minitransformer.ops.gpu.tiles import to_bf16
 
 
+@triton.jit
+def _ids(ids_ptr, r, R, E):
+    """int32 expert ids of the flat slots r; E past the end. An id that does not exist is taken for the nearest."""
+    ids = tl.load(ids_ptr + r, mask=r < R, other=0)
+    return tl.where(r < R, tl.minimum(tl.maximum(ids, 0), E - 1), E).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["R", "E"])
-def plan_kernel(
-    ids_ptr, order_ptr, rows_ptr, bounds_ptr, faults_ptr, R, E, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
-    SLOT: tl.constexpr,
+def count_kernel(ids_ptr, counts_ptr, R, E, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
+    """Program b counts the experts of its BLOCK slots: counts [blocks, EXPERTS]."""
+    b, r = tl.program_id(0), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    counts = tl.histogram(_ids(ids_ptr, r, R, E), EXPERTS, mask=r < R)
+    tl.store(counts_ptr + b * EXPERTS + tl.arange(0, EXPERTS), counts)
+
+
+@triton.jit(do_not_specialize=["R", "E", "blocks"])
+def place_kernel(
+    ids_ptr, counts_ptr, order_ptr, rows_ptr, bounds_ptr, faults_ptr, R, E, blocks,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr, ONE: tl.constexpr, SLOT: tl.constexpr,
 ):  # fmt: skip
-    """Program e places expert e's slots, which it finds by reading all of them: integers alone, so no order matters."""
-    e = tl.program_id(0)
-    r = tl.arange(0, BLOCK)
-    lower = tl.zeros((BLOCK,), tl.int32)
-    for r0 in range(0, R, BLOCK):
-        ids = tl.load(ids_ptr + r0 + r, mask=r0 + r < R, other=E)
-        lower += ((ids < e) & (r0 + r < R)).to(tl.int32)
-        if e == 0:
-            bad = ((ids < 0) | (ids >= E)) & (r0 + r < R)
-            tl.atomic_min(faults_ptr + SLOT + tl.zeros_like(r), (r0 + r) // SLOTS, mask=bad, sem="relaxed")
-    begin = tl.sum(lower, 0)
-    tl.store(bounds_ptr + e, begin.to(tl.int64))
-    if e == E - 1:
+    """Program b places its BLOCK slots behind those of the blocks before it. Integers alone, so no order matters."""
+    b, e, i = tl.program_id(0), tl.arange(0, EXPERTS), tl.arange(0, BLOCK)
+    r = b * BLOCK + i
+    raw = tl.load(ids_ptr + r, mask=r < R, other=0)
+    tl.atomic_min(faults_ptr + SLOT + tl.zeros_like(r), r // SLOTS, mask=(r < R) & ((raw < 0) | (raw >= E)))
+    ids = _ids(ids_ptr, r, R, E)
+    mine = tl.histogram(ids, EXPERTS, mask=r < R)
+    before, total = tl.zeros((EXPERTS,), tl.int32), mine
+    if not ONE:
+        total = tl.zeros((EXPERTS,), tl.int32)
+        for b0 in range(0, blocks, 32):
+            other = b0 + tl.arange(0, 32)[:, None]
+            counts = tl.load(counts_ptr + other * EXPERTS + e[None, :], mask=other < blocks, other=0)
+            before += tl.sum(tl.where(other < b, counts, 0), 0)
+            total += tl.sum(counts, 0)
+    begin = tl.cumsum(total, 0) - total
+    if b == 0:
+        tl.store(bounds_ptr + e, begin.to(tl.int64), mask=e < E)
         tl.store(bounds_ptr + E, R.to(tl.int64))
-    for r0 in range(0, R, BLOCK):
-        mine = (tl.load(ids_ptr + r0 + r, mask=r0 + r < R, other=E) == e) & (r0 + r < R)
-        place = begin + tl.cumsum(mine.to(tl.int32), 0) - 1
-        tl.store(order_ptr + place, (r0 + r).to(tl.int64), mask=mine)
-        tl.store(rows_ptr + r0 + r, place.to(tl.int64), mask=mine)
-        begin += tl.sum(mine.to(tl.int32), 0)
+    # Sorted by (expert, slot), an expert's slots follow one another; the shift takes them to their rows.
+    key = tl.sort(ids * BLOCK + i)
+    expert, slot = key // BLOCK, b * BLOCK + key % BLOCK
+    shift = begin + before - (tl.cumsum(mine, 0) - mine)
+    place = tl.gather(shift, tl.minimum(expert, EXPERTS - 1), 0) + i
+    tl.store(order_ptr + place, slot.to(tl.int64), mask=expert < E)
+    tl.store(rows_ptr + slot, place.to(tl.int64), mask=expert < E)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -83,13 +104,19 @@ def plan(expert_ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
         raise ValueError(f"dispatch.plan: expert ids are {tuple(expert_ids_TK.shape)}, expected [T, K]")
     home = expert_ids_TK.device
     (ids,) = device.take("dispatch.plan", home, torch.int64, expert_ids_TK)
-    # Zeros, so that a slot whose expert does not exist still names a row.
-    order, rows = torch.zeros(ids.numel(), dtype=torch.int64, device=home), torch.zeros_like(ids)
-    bounds = torch.empty(num_experts + 1, dtype=torch.int64, device=home)
-    block = min(2048, max(128, triton.next_power_of_2(ids.numel())))
+    R, E, slots = ids.numel(), num_experts, max(1, ids.shape[1])
+    order, rows = torch.empty(R, dtype=torch.int64, device=home), torch.empty_like(ids)
+    if R == 0:
+        return order, rows, torch.zeros(E + 1, dtype=torch.int64, device=home)
+    bounds = torch.empty(E + 1, dtype=torch.int64, device=home)
+    block, experts = min(1024, max(128, triton.next_power_of_2(R))), max(32, triton.next_power_of_2(E))
+    blocks = triton.cdiv(R, block)
+    counts = torch.empty(blocks, experts, dtype=torch.int32, device=home)
     with torch.cuda.device(home):
-        plan_kernel[(num_experts,)](
-            ids, order, rows, bounds, device.faults(home), ids.numel(), num_experts, max(1, ids.shape[1]), block,
+        if blocks > 1:
+            count_kernel[(blocks,)](ids, counts, R, E, block, experts, num_warps=4, **device.ROWS)
+        place_kernel[(blocks,)](
+            ids, counts, order, rows, bounds, device.faults(home), R, E, blocks, slots, block, experts, blocks == 1,
             device.slot("dispatch.plan"), num_warps=4, **device.ROWS,
         )  # fmt: skip
     return order, rows, bounds
