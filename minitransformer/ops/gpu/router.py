@@ -42,17 +42,23 @@ def router_kernel(
     tl.atomic_min(faults_ptr + SLOT + tl.zeros_like(row), row.to(tl.int32), mask=(row < T) & ~finite, sem="relaxed")
     e, k = tl.arange(0, EXPERTS)[None, :], tl.arange(0, SLOTS)[None, :]
     x = tl.load(logits_ptr + t * E + e, mask=valid & (e < E), other=float("-inf")).to(tl.float32)
-    weights, ids = tl.zeros((ROWS, SLOTS), tl.float32), tl.zeros((ROWS, SLOTS), tl.int32)
-    sum_k = tl.zeros((ROWS, 1), tl.float32)
+    # One integer ascends as (value, lower id first), with -0 equal to +0: the upper half of an FP32 that holds a BF16.
+    u = (x + 0.0).to(tl.int32, bitcast=True)
+    key = (tl.where(u < 0, u ^ 0x7FFFFFFF, u) & -65536) | (65535 - e)
+    best = tl.zeros((ROWS, SLOTS), tl.int32)
     for slot in tl.static_range(K):
-        best = tl.max(x, 1)[:, None]
-        # Of equal values (-0 equals +0) the lower id; a row with a NaN is refused, here it only stays in range.
-        chosen = tl.minimum(tl.min(tl.where(x == best, e, EXPERTS), 1), E - 1)[:, None]
-        weight = div(exp2_32((best - top) * LOG2E), total)
-        sum_k = sum_k + weight
-        weights, ids = tl.where(k == slot, weight, weights), tl.where(k == slot, chosen, ids)
-        x = tl.where(e == chosen, float("-inf"), x)
+        top_key = tl.max(key, 1)[:, None]
+        best = tl.where(k == slot, top_key, best)
+        key = tl.where(key == top_key, -2147483648, key)
+    # A row with a NaN is refused; here its ids only stay in range.
+    ids = tl.minimum(65535 - (best & 65535), E - 1)
+    high = best & -65536
+    value = tl.where(high < 0, (high | 65535) ^ 0x7FFFFFFF, high).to(tl.float32, bitcast=True)
+    weights = div(exp2_32((value - top) * LOG2E), total)
     if NORM:
+        sum_k = tl.zeros((ROWS, 1), tl.float32)
+        for slot in tl.static_range(K):
+            sum_k = sum_k + tl.max(tl.where(k == slot, weights, 0.0), 1)[:, None]
         weights = div(weights, sum_k)
     tl.store(weights_ptr + t * K + k, weights, mask=valid & (k < K))
     tl.store(ids_ptr + t * K + k, ids.to(tl.int64), mask=valid & (k < K))
