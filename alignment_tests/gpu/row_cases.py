@@ -26,8 +26,10 @@ def _norms() -> Iterator[tuple]:
     for D in (64, 128, 576, 2048):
         for residual in (False, True):
             name = f"rms_norm {D}{' residual' if residual else ''}"
-            constants = (D, rms_norm.rows_of(1 << 14, D), residual)
-            yield name, rms_norm.forward_kernel, ("*bf16",) * 5 + ("fp32", "i32!"), constants
+            for T in (16, 1 << 14):
+                rows, keep = rms_norm.schedule_of(T, D)
+                types = ("*bf16",) * 5 + ("fp32", "i32!")
+                yield f"{name} of {T}", rms_norm.forward_kernel, types, (D, rows, residual, keep)
             types, constants = ("*bf16",) * 6 + ("*fp32", "fp32", "i32!"), (D, rms_norm.rows_of(1 << 14, 512), residual)
             yield f"{name} dx", rms_norm.dx_kernel, types, constants
             types = ("*bf16", "*bf16", "*bf16", "*fp32", "*fp32", "i32!")

@@ -27,6 +27,12 @@ def _weight(w_ptr, d0, D: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
+def _inverse_of(lanes, eps, D: tl.constexpr, ROWS: tl.constexpr):
+    mean = div(lane_tree(lanes, ROWS), tl.full((ROWS,), D, tl.float32))
+    return div(tl.full((ROWS,), 1.0, tl.float32), tl.math.sqrt_rn(mean + eps))[:, None]
+
+
+@triton.jit
 def _inverse(x_ptr, residual_ptr, row, valid, eps, D: tl.constexpr, ROWS: tl.constexpr, RESIDUAL: tl.constexpr):
     """1 / rms of ROWS rows [ROWS, 1]."""
     lane = tl.arange(0, LANES)[None, :]
@@ -35,22 +41,30 @@ def _inverse(x_ptr, residual_ptr, row, valid, eps, D: tl.constexpr, ROWS: tl.con
         inside = valid & (d0 + lane < D)
         v = _load(x_ptr, residual_ptr, row * D + d0 + lane, inside, RESIDUAL)
         lanes += v * v
-    mean = div(lane_tree(lanes, ROWS), tl.full((ROWS,), D, tl.float32))
-    return div(tl.full((ROWS,), 1.0, tl.float32), tl.math.sqrt_rn(mean + eps))[:, None]
+    return _inverse_of(lanes, eps, D, ROWS)
 
 
 @triton.jit(do_not_specialize=["T"])
 def forward_kernel(
     x_ptr, residual_ptr, w_ptr, y_ptr, new_ptr, eps, T,
-    D: tl.constexpr, ROWS: tl.constexpr, RESIDUAL: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows a program; x, residual, y, new residual [T, D], w [D] BF16."""
+    """ROWS rows a program; x, residual, y, new residual [T, D], w [D] BF16. KEEP: a row stays in registers."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     lane, valid = tl.arange(0, LANES)[None, :], row < T
-    inverse = _inverse(x_ptr, residual_ptr, row, valid, eps, D, ROWS, RESIDUAL)
-    for d0 in tl.static_range(0, D, LANES):  # a second read, from the cache
+    kept, lanes = (), tl.zeros((ROWS, LANES), tl.float32)
+    for d0 in tl.static_range(0, D, LANES):
+        v = _load(x_ptr, residual_ptr, row * D + d0 + lane, valid & (d0 + lane < D), RESIDUAL)
+        lanes += v * v
+        if KEEP:
+            kept = kept + (v,)
+    inverse = _inverse_of(lanes, eps, D, ROWS)
+    for d0 in tl.static_range(0, D, LANES):
         at, inside = row * D + d0 + lane, valid & (d0 + lane < D)
-        v = _load(x_ptr, residual_ptr, at, inside, RESIDUAL)
+        if KEEP:
+            v = kept[d0 // LANES]
+        else:  # a second read, from the cache
+            v = _load(x_ptr, residual_ptr, at, inside, RESIDUAL)
         w = _weight(w_ptr, d0, D, ROWS)
         tl.store(y_ptr + at, to_bf16((v * inverse) * w), mask=inside)
         if RESIDUAL:
@@ -125,6 +139,11 @@ def lanes_of(D: int) -> tuple[int, int]:
     return max(1, min(8, D // 256)), columns
 
 
+def schedule_of(T: int, D: int) -> tuple[int, bool]:
+    """(rows a program, whether they stay in registers) of the forward pass. Few rows wait, so four warps take one."""
+    return (1 if T < 2048 and D >= 512 else rows_of(T, D)), T < 2048 and D <= 4096
+
+
 def forward(x: Tensor, residual: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
     home, D = x.device, x.shape[-1]
     rows, w = device.take("rms_norm", home, torch.bfloat16, x, weight_D)
@@ -133,10 +152,10 @@ def forward(x: Tensor, residual: Tensor | None, weight_D: Tensor, eps: float) ->
     new = None if residual is None else torch.empty_like(rows)
     T = y.numel() // max(1, D)
     if T:
-        block = rows_of(T, D)
+        block, keep = schedule_of(T, D)
         with torch.cuda.device(home):
             forward_kernel[(triton.cdiv(T, block),)](
-                rows, old, w, y, y if new is None else new, eps, T, D, block, residual is not None,
+                rows, old, w, y, y if new is None else new, eps, T, D, block, residual is not None, keep,
                 num_warps=4, **device.ROWS,
             )  # fmt: skip
     return y, new
