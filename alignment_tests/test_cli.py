@@ -171,6 +171,8 @@ def test_prompts_as_text(run, model_dir, tmp_path):
 
 ALIGN = "align --model {model} --prompts {prompts} --no-contrast --json {out}/new.json"
 BAD = [
+    ("align --model {model} --prompts {prompts} --device gpu", "device 'gpu' is not known; choose cpu, cuda or cuda:N"),
+    ("align --model {model} --prompts {prompts} --learner-device mps", "device 'mps': the operators run on cpu and"),
     ("", "arguments are required"),
     ("dance", "invalid choice: 'dance'"),
     ("align --model {model}", "--prompts"),
