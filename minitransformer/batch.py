@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -95,20 +96,24 @@ class Batch:
         lengths = [len(ids) for ids in new_ids]
         _refuse_empty(lengths)
         kv_lens = [start + n for start, n in zip(starts, lengths, strict=True)]
-        rows = torch.full((len(lengths), max(kv_lens)), -1, dtype=torch.int64)
-        for s, kv_len in enumerate(kv_lens):
-            j, pages = torch.arange(kv_len), torch.tensor(page_tables[s], dtype=torch.int64)
-            rows[s, :kv_len] = pages[j // page_size] * page_size + j % page_size
+        needed, longest = [-(-kv_len // page_size) for kv_len in kv_lens], max(kv_lens)
+        tables_SP = np.zeros((len(lengths), max(needed)), np.int64)
+        for s, count in enumerate(needed):
+            tables_SP[s, :count] = page_tables[s][:count]
+        rows_SL = tables_SP[:, :, None] * page_size + np.arange(min(page_size, longest))
+        rows_SL = rows_SL.reshape(len(lengths), -1)[:, :longest]
+        rows_SL = np.where(np.arange(longest) < np.array(kv_lens)[:, None], rows_SL, -1)
+        spans = [slice(a, b) for a, b in zip(starts, kv_lens, strict=True)]
         return cls(
             ids_T=torch.tensor([i for ids in new_ids for i in ids], dtype=torch.int64),
-            positions_T=torch.cat([torch.arange(a, b) for a, b in zip(starts, kv_lens, strict=True)]),
+            positions_T=torch.from_numpy(np.concatenate([np.arange(x.start, x.stop) for x in spans])),
             cu_seqlens=_bounds(lengths),
             kv_lens=tuple(kv_lens),
-            key_rows_SL=rows,
-            store_rows_T=torch.cat([rows[s, a:b] for s, (a, b) in enumerate(zip(starts, kv_lens, strict=True))]),
+            key_rows_SL=torch.from_numpy(rows_SL),
+            store_rows_T=torch.from_numpy(np.concatenate([rows_SL[s, span] for s, span in enumerate(spans)])),
             logit_rows_L=None if logit_rows is None else torch.tensor(logit_rows, dtype=torch.int64),
             request_ids=_names(request_ids, len(lengths)),
-            num_store_rows=int(rows.max()) + 1,
+            num_store_rows=int(rows_SL.max()) + 1,
         )
 
 

@@ -5,6 +5,7 @@ from typing import Any
 from weakref import ref
 
 from torch import Tensor
+from torch.nn import Module
 
 
 class WeightsStamp:
@@ -48,6 +49,20 @@ class WeightsStamp:
     def __reduce__(self) -> tuple:
         # A weak reference can't be pickled; a copy belongs to other tensors, so it must equal no stamp of theirs.
         return WeightsStamp, ((), (), (object(),))
+
+
+def parts(module: Module) -> tuple[list[Tensor], list[Any]]:
+    """Its parameters, and its layers' number formats (`experts`), each an object of its own that a change replaces.
+
+    module.parameters() and module.modules() visit the same, six times as slowly, and a sampler asks at every step.
+    """
+    tensors, formats, rest = [], [], [module]
+    while rest:
+        one = rest.pop()
+        tensors += [p for p in one._parameters.values() if p is not None]
+        formats += [f for f in (one.__dict__.get("experts"),) if f is not None]
+        rest += [m for m in one._modules.values() if m is not None]
+    return tensors, formats
 
 
 def _same(a: ref, b: ref) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 from minitransformer.batch import Batch
 from minitransformer.sampler.cache import KVCache
 from minitransformer.sampler.sequence import Sequence
+from minitransformer.weights_stamp import parts
 
 LEAST_PAGES = 16
 REREAD = 1  # entries of a page table that are written again beside new ones
@@ -100,17 +101,18 @@ class Inputs:
 
 
 class DecodeGraphs:
-    """The graphs of one model and cache. `captures` counts them, for whoever wants to know."""
+    """The graphs of one model and cache. captures: how many were made; possible: the number format can be captured."""
 
     def __init__(self, model: Any, cache: KVCache) -> None:
         self.model, self.cache = model, cache
         self.captures = 0
+        self.forget()
         self._pool = None
-        self._graphs: dict[tuple[int, int], tuple[Inputs, Callable[[], Tensor]]] = {}
 
     def forget(self) -> None:
         """Drops every graph: the parameters' storage or the number format has changed."""
-        self._graphs.clear()
+        self._graphs: dict[tuple[int, int], tuple[Inputs, Callable[[], Tensor]]] = {}
+        self.possible = all(one.capturable for one in parts(self.model)[1])
 
     def run(self, sequences: list[Sequence]) -> Tensor:
         """Logits FP32 [len(sequences), V] of one decode step, valid until the next; keys and values are stored."""

@@ -22,7 +22,7 @@ from minitransformer.sampler.pages import PagePool
 from minitransformer.sampler.request import Prompt, checked_params, make, params_list, prompt_list
 from minitransformer.sampler.scheduler import Chunk, Scheduler
 from minitransformer.sampler.sequence import Completion, NewToken, RequestError, SamplingParams, Sequence, require_int
-from minitransformer.weights_stamp import WeightsStamp
+from minitransformer.weights_stamp import WeightsStamp, parts
 
 
 class Sampler:
@@ -170,8 +170,9 @@ class Sampler:
         before, self._weights = self._weights, self._weights_stamp()
         if self.graphs is not None and not self._weights.same_storage(before):
             self.graphs.forget()
-        for mlp in self._sparse():
-            mlp.experts.refresh(mlp)
+        for module in self.model.modules():
+            if getattr(module, "experts", None) is not None:
+                module.experts.refresh(module)
 
     def check(self) -> None:
         """Asserts the invariants of requests, pages and prefix cache."""
@@ -198,7 +199,7 @@ class Sampler:
     def _logits(self, chunks: list[Chunk], trace: Any) -> Tensor:
         """FP32 [L, V] of the chunks that draw a token. A step of single tokens may come from a CUDA graph."""
         if self.graphs is not None and (trace is None or trace.only_log_probs):
-            if all(c.count == 1 and c.completes for c in chunks) and all(e.capturable for e in self._experts()):
+            if all(c.count == 1 and c.completes for c in chunks) and self.graphs.possible:
                 return self.graphs.run([chunk.sequence for chunk in chunks])
         return self.model(self._batch(chunks).to(self.model.device), self.cache, trace)
 
@@ -246,11 +247,4 @@ class Sampler:
     def _weights_stamp(self) -> WeightsStamp:
         """Another value after any change of weights or number format that can be seen without reading weights."""
         recipe = getattr(getattr(self.model, "recipe", None), "key", None)
-        return WeightsStamp(self.model.parameters(), self._experts(), (self.model.weights_version, recipe))
-
-    def _experts(self) -> list[Any]:
-        """Each layer's number format: an object of its own, which set_recipe and set_quantised replace."""
-        return [mlp.experts for mlp in self._sparse()]
-
-    def _sparse(self) -> list[Any]:
-        return [m for m in self.model.modules() if getattr(m, "experts", None) is not None]
+        return WeightsStamp(*parts(self.model), (self.model.weights_version, recipe))
