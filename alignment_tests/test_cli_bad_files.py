@@ -167,7 +167,7 @@ def test_stages_of_a_model_are_those_that_it_traces(recipe):
 
 OPTIONS = (
     "max-new-tokens 16", "seed 0", "top-k 0", "top-p 1", "page-size 16", "num-pages 9", "chunk-size 64",
-    "max-batch-tokens 512", "max-sequences 64", "no-prefix-cache",
+    "max-batch-tokens 512", "max-sequences 64", "no-prefix-cache", "no-cuda-graphs",
 )  # fmt: skip
 
 

@@ -92,8 +92,11 @@ def add_sampler(
     actions = [
         group.add_argument(name, type=int, default=default, metavar="N", help=what) for name, default, what in rows
     ]
-    whole = group.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt from its start")
-    return [*actions, whole]
+    switches = (
+        ("--no-prefix-cache", "compute every prompt from its start"),
+        ("--no-cuda-graphs", "on a GPU, launch every kernel of a decode step (traced steps do so anyway)"),
+    )
+    return actions + [group.add_argument(name, action="store_true", help=what) for name, what in switches]
 
 
 def sampling_params(args: argparse.Namespace, count: int) -> "list[SamplingParams]":
@@ -108,7 +111,8 @@ def sampling_params(args: argparse.Namespace, count: int) -> "list[SamplingParam
 
 def sampler_options(args: argparse.Namespace) -> dict[str, Any]:
     names = ("page_size", "num_pages", "chunk_size", "max_batch_tokens", "max_sequences")
-    return {name: getattr(args, name) for name in names} | {"prefix_cache": not args.no_prefix_cache}
+    switches = {"prefix_cache": not args.no_prefix_cache, "cuda_graphs": not args.no_cuda_graphs}
+    return {name: getattr(args, name) for name in names} | switches
 
 
 def device(name: str) -> "torch.device":
