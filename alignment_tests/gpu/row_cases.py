@@ -49,7 +49,7 @@ def _routing() -> Iterator[tuple]:
             yield f"router {E} {norm} backward", router.backward_kernel, types, (E, K, norm, 4)
     yield "plan count", dispatch.count_kernel, ("*i64", "*i32", "i32!", "i32!"), (1024, 128)
     types = ("*i64", "*i32", "*i64", "*i64", "*i64", "*i32", "i32!", "i32!", "i32!")
-    for block, experts, one in ((128, 32, True), (1024, 128, False)):
+    for block, experts, one in ((128, 32, True), (256, 128, False), (1024, 128, False)):
         yield f"plan {block}", dispatch.place_kernel, types, (8, block, experts, one, FOUND["dispatch.plan"])
     for D in (576, 2048):
         rows, columns = copy.tile(D)
@@ -60,17 +60,20 @@ def _routing() -> Iterator[tuple]:
         yield f"combine_weighted {D} backward", dispatch.weigh_backward_kernel, types, (D, 8, 4)
         types = ("*bf16", "*i64", "*bf16", "*i32", "i32!", "i32!")
         for scatter in (False, True):
-            constants = (D, 8, scatter, rows, columns, FOUND["kv_store"] if scatter else -1)
+            constants = (D, scatter, rows, columns, FOUND["kv_store" if scatter else "embedding"])
             yield f"copy {D} {scatter}", copy.copy_kernel, types, constants
         types = ("*bf16", "*i64", "*bf16", "*fp32", "i32!")
-        yield f"copy_amax {D}", copy.copy_amax_kernel, types, (D, 8, rows, columns)
+        for amax in (False, True):
+            yield f"spread {D} {amax}", dispatch.spread_kernel, types, (D, 8, amax, max(1, 1024 // columns), columns)
         types = ("*bf16", "*i64", "*i64", "*bf16", "i32!", "i32!")
         yield f"embedding {D} backward", embedding.backward_kernel, types, (D, 512)
 
 
 def _rest() -> Iterator[tuple]:
-    yield "swiglu", swiglu.swiglu_kernel, ("*bf16", "*bf16", "i32!", "i32"), (8, 256)
-    yield "swiglu amax", swiglu.amax_kernel, ("*fp32", "*bf16", "*fp32", "i32!", "i32"), (4, 256)
+    for rows in (2, 8):
+        yield f"swiglu {rows}", swiglu.swiglu_kernel, ("*bf16", "*bf16", "i32!", "i32"), (rows, 256)
+        types = ("*fp32", "*bf16", "*fp32", "i32!", "i32")
+        yield f"swiglu amax {rows}", swiglu.amax_kernel, types, (rows // 2, 256)
     for kind in ("*bf16", "*fp32"):
         yield f"swiglu {kind} backward", swiglu.backward_kernel, ("*bf16", kind, "*bf16", "i32!", "i32"), (8, 256)
     yield "logprob max", logprob.max_kernel, ("*fp32", "*fp32", "i32!"), (logprob.BLOCK, logprob.WIDE)

@@ -6,8 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from minitransformer.ops.gpu import device
-from minitransformer.ops.gpu.copy import copy, copy_amax_kernel, tile
-from minitransformer.ops.gpu.scalar import LANES, lane_tree
+from minitransformer.ops.gpu.copy import tile
+from minitransformer.ops.gpu.scalar import LANES, amax_of, lane_tree, magnitude
 from minitransformer.ops.gpu.tiles import to_bf16
 
 
@@ -60,6 +60,29 @@ def place_kernel(
 
 
 @triton.jit(do_not_specialize=["T"])
+def spread_kernel(
+    x_ptr, rows_ptr, y_ptr, amax_ptr, T, D: tl.constexpr, K: tl.constexpr, AMAX: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Each token's row is read once and written to the rows of its K slots. AMAX: whole rows a program, and maxima."""
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    begin, top = 0 if AMAX else tl.program_id(1) * COLUMNS, tl.zeros((ROWS, COLUMNS), tl.int32)
+    for d0 in tl.static_range(0, D if AMAX else COLUMNS, COLUMNS):
+        d = begin + d0 + tl.arange(0, COLUMNS)[None, :]
+        inside = (t < T)[:, None] & (d < D)
+        x = tl.load(x_ptr + t[:, None] * D + d, mask=inside, other=0.0)
+        for k in tl.static_range(K):
+            row = tl.load(rows_ptr + t * K + k, mask=t < T, other=0)[:, None]
+            tl.store(y_ptr + row * D + d, x, mask=inside)
+        if AMAX:
+            top = tl.maximum(top, magnitude(x))
+    if AMAX:
+        for k in tl.static_range(K):
+            row = tl.load(rows_ptr + t * K + k, mask=t < T, other=0)
+            tl.store(amax_ptr + row, amax_of(top), mask=t < T)
+
+
+@triton.jit(do_not_specialize=["T"])
 def combine_kernel(
     y_ptr, rows_ptr, weights_ptr, out_ptr, T, D: tl.constexpr, K: tl.constexpr, WEIGHTED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -109,41 +132,41 @@ def plan(expert_ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
     if R == 0:
         return order, rows, torch.zeros(E + 1, dtype=torch.int64, device=home)
     bounds = torch.empty(E + 1, dtype=torch.int64, device=home)
-    block, experts = min(1024, max(128, triton.next_power_of_2(R))), max(32, triton.next_power_of_2(E))
-    blocks = triton.cdiv(R, block)
+    # A small block sorts fast; each reads the counts of all.
+    block = max(128, triton.next_power_of_2(R)) if R <= 512 else 256 if R <= 1 << 15 else 1024
+    blocks, experts, warps = triton.cdiv(R, block), max(32, triton.next_power_of_2(E)), 8 if block == 1024 else 4
     counts = torch.empty(blocks, experts, dtype=torch.int32, device=home)
     with torch.cuda.device(home):
         if blocks > 1:
             count_kernel[(blocks,)](ids, counts, R, E, block, experts, num_warps=4, **device.ROWS)
         place_kernel[(blocks,)](
             ids, counts, order, rows, bounds, device.faults(home), R, E, blocks, slots, block, experts, blocks == 1,
-            device.slot("dispatch.plan"), num_warps=4, **device.ROWS,
+            device.slot("dispatch.plan"), num_warps=warps, **device.ROWS,
         )  # fmt: skip
     return order, rows, bounds
 
 
+def _spread(op: str, x_TD: Tensor, plan, with_amax: bool) -> tuple[Tensor, Tensor]:
+    home, (T, D), K = x_TD.device, x_TD.shape, plan.rows_TK.shape[1]
+    (x,) = device.take(op, home, torch.bfloat16, x_TD)
+    (rows,) = device.take(op, home, torch.int64, plan.rows_TK)
+    out = torch.empty(T * K, D, dtype=torch.bfloat16, device=home)
+    amax = torch.zeros(T * K, device=home) if with_amax else out
+    if out.numel():
+        columns = tile(D)[1]
+        block = max(1, 1024 // columns)
+        grid = triton.cdiv(T, block), 1 if with_amax else triton.cdiv(D, columns)
+        with torch.cuda.device(home):
+            spread_kernel[grid](x, rows, out, amax, T, D, K, with_amax, block, columns, num_warps=4, **device.ROWS)
+    return out, amax
+
+
 def gather(x_TD: Tensor, plan) -> Tensor:
-    home = x_TD.device
-    (x,) = device.take("dispatch.gather", home, torch.bfloat16, x_TD)
-    (order,) = device.take("dispatch.gather", home, torch.int64, plan.order_R)
-    out = torch.empty(order.shape[0], x.shape[1], dtype=torch.bfloat16, device=home)
-    copy("dispatch.gather", x, order, out, x.shape[0], plan.rows_TK.shape[1])
-    return out
+    return _spread("dispatch.gather", x_TD, plan, False)[0]
 
 
 def gather_amax(x_TD: Tensor, plan) -> tuple[Tensor, Tensor]:
-    home, D = x_TD.device, x_TD.shape[1]
-    (x,) = device.take("dispatch.gather_amax", home, torch.bfloat16, x_TD)
-    (order,) = device.take("dispatch.gather_amax", home, torch.int64, plan.order_R)
-    out = torch.empty(order.shape[0], D, dtype=torch.bfloat16, device=home)
-    amax, (rows, columns) = torch.zeros(order.shape[0], device=home), tile(D)
-    if out.numel():
-        with torch.cuda.device(home):
-            copy_amax_kernel[(triton.cdiv(order.shape[0], rows),)](
-                x, order, out, amax, order.shape[0], D, plan.rows_TK.shape[1], rows, columns,
-                num_warps=4, **device.ROWS,
-            )  # fmt: skip
-    return out, amax
+    return _spread("dispatch.gather_amax", x_TD, plan, True)
 
 
 def combine(y_RD: Tensor, plan, weights_TK: Tensor | None = None) -> Tensor:
@@ -155,7 +178,7 @@ def combine(y_RD: Tensor, plan, weights_TK: Tensor | None = None) -> Tensor:
     out = torch.empty(T, D, dtype=torch.bfloat16, device=home)
     if out.numel():
         block, columns = tile(D)
-        block = max(1, block // 2)
+        block = max(1, block // 2) if T >= 1024 else 1
         with torch.cuda.device(home):
             combine_kernel[(triton.cdiv(T, block), triton.cdiv(D, columns))](
                 y, rows, weights, out, T, D, K, weights_TK is not None, block, columns, num_warps=4, **device.ROWS

@@ -37,7 +37,7 @@ def _lane_sums(row, temperature, m, V, UNROLL: tl.constexpr, UNIT: tl.constexpr)
     lane = tl.arange(0, LANES)
     lanes = tl.zeros((LANES,), tl.float32)
     whole = V // (LANES * UNROLL) * (LANES * UNROLL)
-    for v0 in range(0, whole, LANES * UNROLL):
+    for v0 in tl.range(0, whole, LANES * UNROLL, num_stages=4):  # copies run ahead of the sums
         for u in tl.static_range(UNROLL):
             lanes += _terms(row, v0 + u * LANES + lane, temperature, m, UNIT)
     for v0 in range(whole, V, LANES):
@@ -85,7 +85,7 @@ def backward_kernel(dout_ptr, logits_ptr, ids_ptr, max_sum_ptr, dlogits_ptr, tem
     tl.store(dlogits_ptr + at, div(tl.load(dout_ptr + t) * (hit - p), temperature), mask=v < V)
 
 
-BLOCK, WIDE, UNROLL = 8192, 2048, 32
+BLOCK, WIDE, UNROLL = 8192, 2048, 16
 
 
 def of_rows(
