@@ -10,6 +10,7 @@ from minitransformer.ops.gpu import (
     logprob,
     mxfp8,
     nvfp4,
+    qkv,
     quantised_linear,
     quantised_rows,
     rms_norm,
@@ -36,6 +37,9 @@ def _norms() -> Iterator[tuple]:
             yield f"{name} lanes", rms_norm.lanes_kernel, types, (D, *rms_norm.lanes_of(D), 4, residual)
         yield f"rms_norm {D} dw", rms_norm.dw_kernel, ("*fp32", "*bf16"), (D, 16)
     for heads, head in ((32, 128), (9, 64)):
+        types = ("*bf16", "*bf16", "*bf16", "*i64", "*fp32", "*i64", "*bf16", "*bf16", "*bf16", "*i32", "fp32")
+        constants = (heads, 3, head // 2, 1024 // head, FOUND["rope"], FOUND["kv_store"])
+        yield f"qkv {head}", qkv.qkv_kernel, (*types, "i32!", "i32!", "i32!"), constants
         types = ("*bf16", "*i64", "*fp32", "*bf16", "*i32", "fp32", "i32!", "i32!")
         yield f"rope {head}", rope.rope_kernel, types, (heads, head // 2, head // 2, 4096 // head, FOUND["rope"])
 

@@ -33,7 +33,8 @@ SHARED_LIMIT = 232448  # bytes of shared memory that a CTA of Hopper may have
 # Row-wise operators: what each may contain beside PLAIN, comparisons and signs.
 EXP = {"fma.rn.f32", "div.rn.f32"}
 ROWS = {
-    "rms_norm": {"div.rn.f32", "sqrt.rn.f32"}, "rope": set(), "router": EXP, "plan": set(), "combine": set(),
+    "rms_norm": {"div.rn.f32", "sqrt.rn.f32"}, "rope": set(), "router": EXP, "qkv": {"div.rn.f32", "sqrt.rn.f32"},
+    "plan": set(), "combine": set(),
     "nvfp4": {"div.rn.f32", "min.f32"}, "mxfp8": set(), "refuse": set(),
     "quantised_rows": EXP | {"min.f32"},
     "combine_weighted": {"fma.rn.f32"}, "copy": set(), "spread": set(), "embedding": set(), "swiglu": EXP,

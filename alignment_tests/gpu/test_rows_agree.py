@@ -124,7 +124,10 @@ def test_router(E, K, kind, norm):
         agree([router.backward(dw[:T].cuda(), x[:T].cuda(), norm, *args)], [back[:T]], f"{T} rows back")
 
 
-PLANS = [(1, 128, 8), (257, 128, 8), (3000, 128, 8), (70, 3, 2), (5, 1, 1), (0, 4, 2)]
+PLANS = [
+    (1, 128, 8), (65, 128, 8), (257, 128, 8), (3000, 128, 8), (5000, 128, 8), (16384, 128, 8), (70, 3, 2), (5, 1, 1),
+    (0, 4, 2),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("T", "E", "K"), PLANS)
@@ -185,6 +188,22 @@ def test_kv_store():
         kv_store.store(k[:T], v[:T], *want, rows[:T])
         kv_store.store(k[:T].cuda(), v[:T].cuda(), *got, rows[:T].cuda())
         agree(got, want, f"{T} rows")
+
+
+@pytest.mark.parametrize("kind", VALUES)
+@pytest.mark.parametrize(("N", "G", "H"), [(32, 4, 128), (9, 3, 64), (4, 2, 16), (1, 1, 4)])
+def test_qkv_in_one_kernel(N, G, H, kind):
+    x, table = VALUES[kind](50, 257, N + 2 * G, H), rope.rope_table(H, 1e6, 4096)
+    rows, positions, (qw, kw) = inputs.integers(51, 1 << 40, 300).argsort()[:257], inputs.integers(52, 4096, 257), inputs.bf16(53, 2, H)
+    q, k, v = (part.contiguous() for part in x.split([N, G, G], 1))
+    q, k = (rms_norm.forward(part, None, w, 1e-6)[0] for part, w in ((q, qw), (k, kw)))
+    q, k = (rope.rotate(part, positions, table) for part in (q, k))
+    for T in ROWS:
+        want = [torch.zeros(300, G, H, dtype=BF16) for _ in range(2)]
+        got = [store.cuda() for store in want]
+        kv_store.store(k[:T], v[:T], *want, rows[:T])
+        place = x[:T].cuda(), qw.cuda(), kw.cuda(), 1e-6, positions[:T].cuda(), table.cuda(), *got, rows[:T].cuda()
+        agree([gpu.qkv.forward(*place), *got], [q[:T], *want], f"{T} rows")
 
 
 @pytest.mark.parametrize("V", [1, 96, 5003, 151936])

@@ -3,12 +3,14 @@
 Each is called as experts(mlp, x_TD, plan, weights_TK, note) -> y_TD and reads mlp.gate_up and mlp.down.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from minitransformer.errors import RowError
+from minitransformer.errors import InputError, RowError
 from minitransformer.ops import dispatch, gpu, mxfp8, nvfp4
 from minitransformer.ops.dispatch import Plan
 from minitransformer.ops.grouped_linear import grouped_linear
@@ -151,3 +153,20 @@ def _refuse_non_finite(name: str, amax_R: Tensor, plan: Plan) -> None:
 def experts_of(recipe: Recipe):
     """The leaf for one layer's recipe (Recipe.for_layer)."""
     return Bf16Experts(recipe.backward) if recipe.weights == "bf16" else QuantisedExperts(recipe)
+
+
+def choose(layers: Sequence[Any], config: Any, recipe: Recipe) -> Recipe:
+    """Gives every sparse layer its leaf, and returns the recipe with what a quantised checkpoint leaves in BF16."""
+    sparse = {i: layer.mlp for i, layer in enumerate(layers) if hasattr(layer.mlp, "experts")}
+    recipe.check_overrides(sparse)
+    left_out = tuple((str(i), "bf16") for i, mlp in sparse.items() if mlp.gate_up is not None)
+    if len(left_out) < len(sparse) and recipe.overrides[: len(left_out)] != left_out:
+        recipe = replace(recipe, overrides=left_out + recipe.overrides)
+    for i, mlp in sparse.items():
+        if recipe.for_layer(i).activations == "mxfp8" and (config.hidden_size | config.expert_size) % 32:
+            raise InputError(f"{recipe.name}: MXFP8 needs hidden and expert sizes that are multiples of 32")
+        if mlp.gate_up is None and recipe.for_layer(i).weight_scale != "expert":
+            raise InputError(f"layer {i} exists only quantised; {recipe.for_layer(i).name} needs its BF16 weights")
+    for i, mlp in sparse.items():
+        mlp.set_recipe(recipe.for_layer(i))
+    return recipe

@@ -11,7 +11,6 @@ of two BF16 gradients, bf16(fl(a + b)), which commutes; everything else is in th
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 from minitransformer.batch import Batch
 from minitransformer.devices import resolve
-from minitransformer.errors import InputError, in_layer
+from minitransformer.errors import in_layer
 from minitransformer.models.qwen3_moe import weights
 from minitransformer.models.qwen3_moe.config import Qwen3MoeConfig, inverse_frequencies
-from minitransformer.models.qwen3_moe.experts import Bf16Experts, QuantisedExperts, experts_of
-from minitransformer.ops import dispatch, kv_store
+from minitransformer.models.qwen3_moe.experts import Bf16Experts, QuantisedExperts, choose, experts_of
+from minitransformer.ops import dispatch, gpu, kv_store
 from minitransformer.ops.attention import attention
 from minitransformer.ops.embedding import embedding
 from minitransformer.ops.linear import linear
@@ -38,7 +37,7 @@ AGAIN = dict(use_reentrant=False, preserve_rng_state=False)  # no operator draws
 Note = Callable[..., None]  # takes a stage's name and its tensor, and the plan where rows are in dispatch order
 
 
-def no_trace(stage: str, tensor: Tensor) -> None:
+def no_trace(stage: str, tensor: Tensor, plan: dispatch.Plan | None = None) -> None:
     """The note of a run that keeps no trace."""
 
 
@@ -62,6 +61,10 @@ class Attention(nn.Module):
     def forward(self, x_TD: Tensor, batch: Batch, rope_table_PH: Tensor, store, note: Note) -> Tensor:
         N, G, eps = self.config.num_heads, self.config.num_kv_heads, self.config.rms_eps
         qkv_THH = linear(x_TD, self.qkv.weight).view(x_TD.shape[0], N + 2 * G, self.config.head_dim)
+        if store is not None and note is no_trace and gpu.takes("qkv", qkv_THH):  # all up to attention at once
+            norms = self.q_norm.weight, self.k_norm.weight, eps
+            q_TNH = gpu.qkv.forward(qkv_THH, *norms, batch.positions_T, rope_table_PH, *store, batch.store_rows_T)
+            return linear(attention(q_TNH, *store, batch).flatten(1), self.o.weight)
         note("qkv", qkv_THH)
         q_TNH, k_TGH, v_TGH = (x.contiguous() for x in qkv_THH.split([N, G, G], dim=1))
         q_TNH, k_TGH = rms_norm(q_TNH, self.q_norm.weight, eps), rms_norm(k_TGH, self.k_norm.weight, eps)
@@ -137,10 +140,10 @@ class Layer(nn.Module):
     def forward(self, x_TD: Tensor, residual_TD: Tensor | None, batch: Batch, rope_table_PH: Tensor, store, note: Note):
         """-> (the MLP's output, the residual before it is added): the next norm adds the two."""
 
-        def here(stage: str, tensor: Tensor, plan: dispatch.Plan | None = None) -> None:
-            if note is not no_trace:  # rows in dispatch order are put back to [T, K, ...] only for a trace
-                note(f"layers.{self.index}.{stage}", tensor if plan is None else dispatch.slots(tensor, plan))
+        def noted(stage: str, tensor: Tensor, plan: dispatch.Plan | None = None) -> None:
+            note(f"layers.{self.index}.{stage}", tensor if plan is None else dispatch.slots(tensor, plan))
 
+        here = no_trace if note is no_trace else noted
         if residual_TD is None:
             h_TD, residual_TD = rms_norm(x_TD, self.input_norm.weight, self.eps), x_TD
         else:
@@ -209,20 +212,7 @@ class Qwen3MoeForCausalLM(nn.Module):
         Layers that exist only in NVFP4 keep their codes and scales and take the recipe's activations; the layers that
         such a checkpoint leaves in BF16 stay so unless the recipe names them.
         """
-        recipe = recipe if isinstance(recipe, Recipe) else get(recipe)
-        sparse = {i: layer.mlp for i, layer in enumerate(self.layers) if isinstance(layer.mlp, SparseMlp)}
-        recipe.check_overrides(sparse)
-        left_out = tuple((str(i), "bf16") for i, mlp in sparse.items() if mlp.gate_up is not None)
-        if len(left_out) < len(sparse) and recipe.overrides[: len(left_out)] != left_out:
-            recipe = replace(recipe, overrides=left_out + recipe.overrides)
-        for i, mlp in sparse.items():
-            if recipe.for_layer(i).activations == "mxfp8" and (self.config.hidden_size | self.config.expert_size) % 32:
-                raise InputError(f"{recipe.name}: MXFP8 needs hidden and expert sizes that are multiples of 32")
-            if mlp.gate_up is None and recipe.for_layer(i).weight_scale != "expert":
-                raise InputError(f"layer {i} exists only quantised; {recipe.for_layer(i).name} needs its BF16 weights")
-        for i, mlp in sparse.items():
-            mlp.set_recipe(recipe.for_layer(i))
-        self.recipe = recipe
+        self.recipe = choose(self.layers, self.config, recipe if isinstance(recipe, Recipe) else get(recipe))
 
     def _table(self) -> Tensor:
         """The rope table beside the weights: module.to() does not move a plain attribute."""

@@ -7,7 +7,14 @@ module here is imported on the first CUDA tensor: `gpu.linear.forward(...)` find
 import importlib
 from types import ModuleType
 
+from torch import Tensor
+
 from minitransformer.errors import UnsupportedDevice
+
+
+def takes(name: str, tensor: Tensor) -> bool:
+    """Whether a kernel that joins several operators is there for this tensor; never off a GPU."""
+    return tensor.is_cuda and __getattr__(name).takes(tensor)
 
 
 def __getattr__(name: str) -> ModuleType:
