@@ -194,7 +194,8 @@ def test_kv_store():
 @pytest.mark.parametrize(("N", "G", "H"), [(32, 4, 128), (9, 3, 64), (4, 2, 16), (1, 1, 4)])
 def test_qkv_in_one_kernel(N, G, H, kind):
     x, table = VALUES[kind](50, 257, N + 2 * G, H), rope.rope_table(H, 1e6, 4096)
-    rows, positions, (qw, kw) = inputs.integers(51, 1 << 40, 300).argsort()[:257], inputs.integers(52, 4096, 257), inputs.bf16(53, 2, H)
+    rows, positions = inputs.integers(51, 1 << 40, 300).argsort()[:257], inputs.integers(52, 4096, 257)
+    qw, kw = inputs.bf16(53, 2, H)
     q, k, v = (part.contiguous() for part in x.split([N, G, G], 1))
     q, k = (rms_norm.forward(part, None, w, 1e-6)[0] for part, w in ((q, qw), (k, kw)))
     q, k = (rope.rotate(part, positions, table) for part in (q, k))
