@@ -66,13 +66,13 @@ def copy_rate(device: torch.device) -> float:
     return 2 * a.numel() / min(times)
 
 
-def step_bytes(config: Qwen3MoeConfig, requests: int, context: float) -> float:
+def step_bytes(model: Qwen3MoeForCausalLM, requests: int, context: float) -> float:
     """Bytes that a decode step has to read: each weight that is used once, and every key and value."""
-    c = config
-    hit = c.num_experts * (1 - (1 - c.top_k / c.num_experts) ** requests)
-    experts = c.num_layers * (c.num_experts - hit) * 3 * c.hidden_size * c.expert_size * 2
-    embedding = 2 * c.vocab_size * c.hidden_size  # a few rows of it only
-    return parameter_bytes(c) - experts - embedding + requests * context * KVCache.bytes_per_row(c)
+    c, bits = model.config, 16 if model.recipe.weights == "bf16" else 4.5
+    experts = c.num_layers * c.num_experts * 3 * c.hidden_size * c.expert_size
+    hit = 1 - (1 - c.top_k / c.num_experts) ** requests  # the share of experts that a batch is expected to use
+    others = parameter_bytes(c) - 2 * experts - 2 * c.vocab_size * c.hidden_size  # a few rows of the embedding only
+    return others + hit * experts * bits / 8 + requests * context * KVCache.bytes_per_row(c)
 
 
 def sample(sampler: Sampler, prompts: list[list[int]], params: list[SamplingParams]) -> tuple[list, dict]:
@@ -109,10 +109,10 @@ def decode_rows(model, args, rate: float) -> list[dict]:
             params = [SamplingParams(args.new if graphs else 8, seed=i, ignore_eos=True) for i in range(requests)]
             done, times = sample(sampler, prompts, params)
             step = statistics.median(times["decode"])
-            floor = step_bytes(model.config, requests, args.prompt + args.new / 2) / rate
+            floor = step_bytes(model, requests, args.prompt + args.new / 2) / rate
             rows.append(
-                {"requests": requests, "graphs": graphs, "step_ms": 1e3 * step, "floor_share": floor / step,
-                 "tokens_s": requests / step, "steps": len(times["decode"])}
+                {"recipe": model.recipe.name, "requests": requests, "graphs": graphs, "step_ms": 1e3 * step,
+                 "floor_ms": 1e3 * floor, "tokens_s": requests / step, "steps": len(times["decode"])}
             )  # fmt: skip
             if graphs and sampler.graphs is not None:
                 _, replay = next(iter(sampler.graphs._graphs.values()))
@@ -154,7 +154,7 @@ def whole(model, args) -> dict:
         row["peak_sampling_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
     if args.profile and device.type == "cuda":
         sampler = Sampler(model, 16, pages, args.batch_tokens, args.prompt, prefix_cache=False)
-        profile(sampler, prompts, params, args.out)
+        profile(sampler, prompts, params, args.out, model.recipe.name)
     del sampler
     sequences, starts = [c.prompt_ids + c.token_ids for c in done], [len(c.prompt_ids) for c in done]
     learner = Learner(model, max_tokens_per_pack=args.pack)
@@ -171,7 +171,7 @@ def whole(model, args) -> dict:
     return row
 
 
-def profile(sampler: Sampler, prompts: list, params: list, out: Path | None) -> None:
+def profile(sampler: Sampler, prompts: list, params: list, out: Path | None, recipe: str) -> None:
     """Which kernels a prefill step and a decode step spend their time in."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
@@ -187,7 +187,7 @@ def profile(sampler: Sampler, prompts: list, params: list, out: Path | None) -> 
             torch.cuda.synchronize()
         text = found.key_averages().table(sort_by="self_cuda_time_total", row_limit=30, max_name_column_width=60)
         if out is not None:
-            (out / f"profile_{name}.txt").write_text(text)
+            (out / f"profile_{recipe}_{name}.txt").write_text(text)
 
 
 def main() -> None:
@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 16, 64], help="requests of the decode rows")
     parser.add_argument("--batch-tokens", type=int, default=8192, help="tokens of a sampler's step")
     parser.add_argument("--pack", type=int, default=16384, help="tokens of a learner's pass")
-    parser.add_argument("--recipe", default="bf16")
+    parser.add_argument("--recipes", nargs="+", default=["bf16", "nvfp4_per_token"])
     parser.add_argument("--tiny", action="store_true", help="toy widths, on the CPU")
     parser.add_argument("--profile", action="store_true", help="write the kernels of one step of each kind to --out")
     parser.add_argument("--out", type=Path, help="folder for qwen3_30b.json")
@@ -208,24 +208,25 @@ def main() -> None:
     sizes = WIDTHS | dict(num_layers=args.layers, sparse_layers=(True,) * args.layers) | (TINY if args.tiny else {})
     begin = time.perf_counter()
     model = make(Qwen3MoeConfig(**sizes), device)
-    model.set_recipe(args.recipe)
     synchronize(device)
     size, rate = parameter_bytes(model.config), copy_rate(device)
     print(f"{args.layers} layers, {size / 1e9:.1f} GB of weights made in {time.perf_counter() - begin:.1f} s; copies "
           f"move {rate / 1e12:.2f} TB/s", flush=True)  # fmt: skip
-    result = {"sizes": sizes, "recipe": args.recipe, "weights_gb": size / 1e9, "copy_tb_s": rate / 1e12}
-    result["whole"] = whole(model, args)
-    print(json.dumps(result["whole"]), flush=True)
-    result["decode"] = decode_rows(model, args, rate)
-    if device.type == "cuda":
-        result["device"] = torch.cuda.get_device_name(device)
-        result["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
-        result["reserved_gib"] = torch.cuda.max_memory_reserved(device) / 2**30
-        print(f"peak memory {result['peak_gib']:.1f} GiB allocated, {result['reserved_gib']:.1f} GiB reserved")
-    if args.out is not None:
-        (args.out / "qwen3_30b.json").write_text(json.dumps(result, indent=1))
-    assert result["whole"]["differing"] == 0, "the sampler's and the learner's log-probs differ"
-    print(f"gap 0 over {result['whole']['tokens']:,} tokens")
+    result = {"sizes": sizes, "weights_gb": size / 1e9, "copy_tb_s": rate / 1e12}
+    for recipe in args.recipes:
+        model.set_recipe(recipe)
+        found = result[recipe] = {"whole": whole(model, args)}
+        print(json.dumps(found["whole"]), flush=True)
+        found["decode"] = decode_rows(model, args, rate)
+        if device.type == "cuda":
+            found["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+            found["reserved_gib"] = torch.cuda.max_memory_reserved(device) / 2**30
+            print(f"{recipe}: peak {found['peak_gib']:.1f} GiB allocated, {found['reserved_gib']:.1f} GiB reserved")
+            torch.cuda.reset_peak_memory_stats(device)
+        if args.out is not None:
+            (args.out / "qwen3_30b.json").write_text(json.dumps(result, indent=1))
+        assert found["whole"]["differing"] == 0, "the sampler's and the learner's log-probs differ"
+        print(f"{recipe}: gap 0 over {found['whole']['tokens']:,} tokens", flush=True)
 
 
 if __name__ == "__main__":
