@@ -6,19 +6,17 @@ Prints a line a case: its name and how many elements differ from the CPU referen
 into a copy of one kernel's file first.
 """
 
-import importlib.util
+import importlib
 import itertools
-import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
 from alignment_tests import inputs
 from alignment_tests.gpu import emulator
+from alignment_tests.gpu.emulator import wrong
 from minitransformer.batch import Batch
-from minitransformer.ops import attention, dispatch, gpu, grouped_linear, linear
+from minitransformer.ops import attention, dispatch, grouped_linear, linear
 
 # name: (kernel file, what stands there, the fault, the cases that see it)
 MUTATIONS = {
@@ -52,34 +50,14 @@ MUTATIONS = {
 }  # fmt: skip
 
 
-def mutate(name: str) -> str:
-    """Puts the mutated module where the operators find it; returns the word of the cases that must see it."""
-    module, old, new, cases = MUTATIONS[name]
-    path = Path(gpu.__file__).with_name(f"{module}.py")
-    source = path.read_text()
-    assert old in source, f"{name}: {path.name} no longer holds {old!r}"
-    copy = Path(tempfile.mkdtemp()) / path.name
-    copy.write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location(f"minitransformer.ops.gpu.{module}", copy)
-    sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[spec.name])
-    return cases
-
-
-def _wrong(got, want) -> int:
-    kinds = {2: torch.int16, 4: torch.int32}
-    pairs = [(a.view(kinds[a.itemsize]), b.view(kinds[b.itemsize])) for a, b in zip(got, want, strict=True)]
-    return sum(int((a != b).sum()) for a, b in pairs)
-
-
 def _linear() -> Iterator[tuple[str, int]]:
     kernels = importlib.import_module("minitransformer.ops.gpu.linear_backward")
     for T, N, K in ((70, 64, 72), (33, 9, 7), (600, 400, 328)):
         dy, x, w = inputs.bf16(1, T, N), inputs.bf16(2, T, K), inputs.bf16(3, N, K)
         want = linear.backward(dy, x, w)
-        yield f"linear {T} {N} {K}", _wrong(kernels.backward(dy, x, w, True, True), want)
+        yield f"linear {T} {N} {K}", wrong(kernels.backward(dy, x, w, True, True), want)
         for tile in kernels.CANDIDATES[1::3] if N % 8 == 0 else ():
-            yield f"linear {T} {N} {K} {tile}", _wrong(
+            yield f"linear {T} {N} {K} {tile}", wrong(
                 [kernels.product(dy, w, False, tile), kernels.product(dy, x, True, tile)], want
             )
 
@@ -97,7 +75,7 @@ def _grouped() -> Iterator[tuple[str, int]]:
             for tiles in (None, *zip(*every, strict=False)) if N % 8 == 0 else (None,):
                 got = kernels.backward(dy, x, w, plan, weights, True, tiles)
                 what = f"grouped {counts} weighted {weights is not None} {tiles}"
-                yield what, _wrong([y for y in got if y is not None], want)
+                yield what, wrong([y for y in got if y is not None], want)
 
 
 def _attention() -> Iterator[tuple[str, int]]:
@@ -109,21 +87,11 @@ def _attention() -> Iterator[tuple[str, int]]:
         want = attention.backward(do, q, k, v, *saved, batch)
         for pair in itertools.islice(zip(kernels.DKV_CANDIDATES, kernels.DQ_CANDIDATES, strict=False), 0, None, 2):
             got = kernels.backward(do, q, k, v, *saved, batch, pair)
-            yield f"att {N}/{G} heads of {H} {pair}", _wrong(got, want)
+            yield f"att {N}/{G} heads of {H} {pair}", wrong(got, want)
 
 
 SOURCES = {"linear": _linear, "grouped": _grouped, "att": _attention}
 
 
-def main(mutation: str | None) -> None:
-    emulator.install()
-    words = list(SOURCES) if mutation is None else [mutate(mutation)]
-    for word in words:
-        for name, wrong in SOURCES[word]():
-            print(f"{wrong} {name}", flush=True)
-            if mutation and wrong:
-                return
-
-
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None)
+    emulator.main(SOURCES, MUTATIONS)

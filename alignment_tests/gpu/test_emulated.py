@@ -1,4 +1,4 @@
-"""The gradient kernels' own code, run on a CPU by the emulator, gives the reference's bits; faults in it are seen."""
+"""The kernels' own code, run on a CPU by the emulator, gives the reference's bits; faults in it are seen."""
 
 import os
 import subprocess
@@ -9,12 +9,14 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed: nothing to interpret")
 
-from alignment_tests.gpu.emulated_gradients import MUTATIONS
+from alignment_tests.gpu import emulated_gradients, emulated_rows
+
+MODULES = {module.__name__: module for module in (emulated_gradients, emulated_rows)}
 
 
 def _run(*args: str) -> list[tuple[int, str]]:
     """(elements that differ, case) of each case; a process of its own, for the interpreter is chosen at import."""
-    command = [sys.executable, "-m", "alignment_tests.gpu.emulated_gradients", *args]
+    command = [sys.executable, "-m", *args]
     env = os.environ | {"TRITON_INTERPRET": "1"}
     run = subprocess.run(command, env=env, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
@@ -22,13 +24,14 @@ def _run(*args: str) -> list[tuple[int, str]]:
 
 
 @pytest.mark.slow
-def test_the_kernels_have_the_references_bits():
-    found = _run()
+@pytest.mark.parametrize("module", MODULES)
+def test_the_kernels_have_the_references_bits(module):
+    found = _run(module)
     assert len(found) > 15
     assert [case for wrong, case in found if wrong] == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutation", MUTATIONS)
-def test_a_fault_in_a_kernel_is_seen(mutation):
-    assert any(wrong for wrong, _ in _run(mutation))
+@pytest.mark.parametrize(("module", "mutation"), [(name, m) for name, one in MODULES.items() for m in one.MUTATIONS])
+def test_a_fault_in_a_kernel_is_seen(module, mutation):
+    assert any(wrong for wrong, _ in _run(module, mutation))

@@ -1,0 +1,143 @@
+"""The row-wise kernels of the forward pass in the emulator.
+
+    TRITON_INTERPRET=1 python -m alignment_tests.gpu.emulated_rows [mutation]
+"""
+
+import importlib
+from collections.abc import Iterator
+
+import torch
+
+from alignment_tests import inputs
+from alignment_tests.gpu import emulator
+from alignment_tests.gpu.emulator import wrong
+from alignment_tests.gpu.values import VALUES
+from minitransformer.ops import dispatch, kv_store, logprob, rms_norm, rope, router, sample, swiglu
+
+# name: (kernel file, what stands there, the fault, the cases that see it)
+MUTATIONS = {
+    "slots behind the blocks that follow": ("dispatch", "tl.where(other < b, counts, 0)",
+                                            "tl.where(other > b, counts, 0)", "plan"),
+    "a block's own slots shift it": ("dispatch", "begin + before - (tl.cumsum(mine, 0) - mine)",
+                                     "begin + before - tl.cumsum(mine, 0)", "plan"),
+    "sorted by slot alone": ("dispatch", "tl.sort(ids * BLOCK + i)", "tl.sort(i * BLOCK + ids)", "plan"),
+    "a token written to its first slot alone": (
+        "dispatch", "rows_ptr + t * K + k, mask=t < T, other=0)[:, None]\n            tl.store(y_ptr",
+        "rows_ptr + t * K, mask=t < T, other=0)[:, None]\n            tl.store(y_ptr", "spread",
+    ),
+    "the higher of two equal experts": ("router", "(65535 - e)", "e", "router"),
+    "negative logits the other way round": ("router", "u ^ 0x7FFFFFFF, u) & -65536", "u, u) & -65536", "router"),
+    "the norm of rounded squares": ("rms_norm", "lanes += v * v\n        if KEEP",
+                                    "lanes += to_bf16(v * v).to(tl.float32)\n        if KEEP", "norm"),
+    "keys normed with the queries' weight": ("qkv", "(head < N)[:, None]", "(head < N + G)[:, None]", "qkv"),
+    "rope before the norm is rounded": (
+        "qkv", "a = to_bf16((a * inverse) * tl.load(weight).to(tl.float32)).to(tl.float32)",
+        "a = (a * inverse) * tl.load(weight).to(tl.float32)", "qkv",
+    ),
+    "values turned as well": ("qkv", "tl.where(is_k[:, None], turned_b, raw_b)", "turned_b", "qkv"),
+    "one maximum of two blocks": ("logprob", "m = div(tl.max(tops, 0), temperature)",
+                                  "m = div(tl.max(tl.where(i == 0, tops, float('-inf')), 0), temperature)", "logprob"),
+    "temperature forgotten": ("logprob", "x = div(x, temperature)\n    return", "x = x * 1.0\n    return", "logprob"),
+    "noise keyed by the row": ("sample", "tl.load(draws_ptr + 2 * row + 1)", "tl.load(draws_ptr + 1)", "draw"),
+    "the higher of two equal scores": ("sample", "tl.min(tl.where(inside & (score == best), v, 0x7FFFFFFF), 0)",
+                                       "tl.max(tl.where(inside & (score == best), v, 0), 0)", "draw"),
+    "one token too many": (
+        "sample", "<= tl.load(last_ptr + row)", "<= tl.load(last_ptr + row) + (1 << 32)", "draw",
+    ),
+    "the mass of all instead of top_k's": ("sample", "reached.gather(1, most - 1)", "reached[:, -1:]", "draw"),
+}  # fmt: skip
+
+
+def _kernels(name: str):
+    return importlib.import_module(f"minitransformer.ops.gpu.{name}")
+
+
+def _plan() -> Iterator[tuple[str, int]]:
+    for T, E, K in ((1, 128, 8), (40, 128, 8), (130, 128, 8), (70, 3, 2), (5, 1, 1), (600, 7, 1), (4200, 9, 8)):
+        ids = inputs.integers(1, E, T, K)
+        want = dispatch.plan(ids, E)
+        got = _kernels("dispatch").plan(ids, E)
+        yield f"plan {T} {E} {K}", wrong(got, [want.order_R, want.rows_TK, want.bounds_E1])
+
+
+def _spread() -> Iterator[tuple[str, int]]:
+    kernels = _kernels("dispatch")
+    for T, E, K, D in ((7, 8, 2, 40), (3, 128, 8, 2048), (5, 4, 1, 576)):
+        plan, weights = dispatch.plan(inputs.integers(2, E, T, K), E), inputs.normal(3, T, K).abs()
+        for kind, values in VALUES.items():
+            x, y = values(4, T, D), values(5, T * K, D)
+            yield f"spread {kind} {D}", wrong([kernels.gather(x, plan)], [dispatch.gather_forward(x, plan)])
+            want = dispatch.gather_amax_forward(x, plan)
+            yield f"spread with maxima {kind} {D}", wrong(kernels.gather_amax(x, plan), want)
+            yield f"combine {kind} {D}", wrong([kernels.combine(y, plan)], [dispatch.combine_forward(y, plan)])
+            want = dispatch.combine_weighted_forward(y, plan, weights)
+            yield f"combine weighted {kind} {D}", wrong([kernels.combine(y, plan, weights)], [want])
+
+
+def _router() -> Iterator[tuple[str, int]]:
+    for T, E, K in ((9, 128, 8), (5, 8, 2), (4, 100, 5), (3, 200, 8), (2, 1, 1)):
+        for kind in ("normal", "wide", "tiny", "few values"):
+            x = VALUES[kind](6, T, E)
+            for norm in (True, False):
+                yield f"router {E} {kind} {norm}", wrong(_kernels("router").forward(x, K, norm),
+                                                         router.forward(x, K, norm))  # fmt: skip
+
+
+def _norm() -> Iterator[tuple[str, int]]:
+    for T, D in ((5, 64), (3, 576), (2, 2048), (3, 96), (2, 4608)):
+        for kind, values in VALUES.items():
+            x, w = values(7, T, D), inputs.bf16(8, D)
+            for residual in (None, values(9, T, D)):
+                got = [y for y in _kernels("rms_norm").forward(x, residual, w, 1e-6) if y is not None]
+                want = [y for y in rms_norm.forward(x, residual, w, 1e-6) if y is not None]
+                yield f"norm {D} {kind} residual {residual is not None}", wrong(got, want)
+
+
+def _qkv() -> Iterator[tuple[str, int]]:
+    for T, N, G, H in ((7, 4, 2, 16), (3, 32, 4, 128), (5, 9, 3, 64), (2, 1, 1, 4)):
+        for kind, values in VALUES.items():
+            x, table, (qw, kw) = values(10, T, N + 2 * G, H), rope.rope_table(H, 1e4, 50), inputs.bf16(11, 2, H)
+            positions, rows = inputs.integers(12, 50, T), inputs.integers(13, 1 << 40, 20).argsort()[:T]
+            got, want = ([torch.zeros(20, G, H, dtype=torch.bfloat16) for _ in range(2)] for _ in range(2))
+            q, k, v = (part.contiguous() for part in x.split([N, G, G], 1))
+            q, k = (rms_norm.forward(part, None, w, 1e-6)[0] for part, w in ((q, qw), (k, kw)))
+            q, k = (rope.rotate(part, positions, table) for part in (q, k))
+            kv_store.store(k, v, *want, rows)
+            made = _kernels("qkv").forward(x, qw, kw, 1e-6, positions, table, *got, rows)
+            yield f"qkv {H} {kind}", wrong([made, *got], [q, *want])
+
+
+def _swiglu() -> Iterator[tuple[str, int]]:
+    for kind, values in VALUES.items():
+        x = values(14, 5, 2 * 96)
+        yield f"swiglu {kind}", wrong([_kernels("swiglu").forward(x)], [swiglu.forward(x)])
+
+
+def _logprob() -> Iterator[tuple[str, int]]:
+    for V in (1, 96, 5003, 20000):
+        x, ids = inputs.normal(15, 4, V, scale=4.0), inputs.integers(16, V, 4)
+        x[1] *= 1e4
+        for temperature in (1.0, 0.7):
+            got, want = (f(x, ids, temperature) for f in (_kernels("logprob").forward, logprob.forward))
+            yield f"logprob {V} {temperature}", wrong(got, want)
+
+
+def _draw() -> Iterator[tuple[str, int]]:
+    kernels = _kernels("sample")
+    kernels._on = lambda like, values, dtype: torch.tensor(values, dtype=dtype)
+    kinds = [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 40, 1.0), (1.3, 0, 0.9), (0.8, 20, 0.8), (1.0, 1, 0.01), (1.0, 2, 1.0)]
+    for V in (1, 96, 1500):
+        x = inputs.normal(17, 28, V, scale=4.0)
+        x[:14] = x[:14].round()  # many equal logits
+        draws = [kernels.Draw((1 << 63) + i, 3 * i, *(k := kinds[i % 7]), k[0] or 1.0) for i in range(28)]
+        for d, row, got in zip(draws, x, kernels.draw(x, draws), strict=True):
+            token = sample.sample(row, d.seed, d.position, d.temperature, d.top_k, d.top_p)
+            want = logprob.logprob(row[None], torch.tensor([token]), d.log_prob_temperature)
+            yield f"draw {V} {d}", int(got != (token, want.item()))
+
+
+SOURCES = {"plan": _plan, "spread": _spread, "router": _router, "norm": _norm, "qkv": _qkv, "swiglu": _swiglu,
+           "logprob": _logprob, "draw": _draw}  # fmt: skip
+
+if __name__ == "__main__":
+    emulator.main(SOURCES, MUTATIONS)
