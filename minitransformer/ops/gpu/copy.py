@@ -18,7 +18,7 @@ def copy_kernel(
     other = tl.load(index_ptr + row, mask=row < count, other=0)
     good = (row < count) & (other >= 0) & (other < limit)
     bad = (row < count) & ~good & (tl.program_id(1) == 0)
-    tl.atomic_min(faults_ptr + SLOT + tl.zeros_like(row), row.to(tl.int32), mask=bad)
+    tl.atomic_min(faults_ptr + SLOT + tl.zeros_like(row), row.to(tl.int32), mask=bad, sem="relaxed")
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     source, target = (row, other) if SCATTER else (other, row)
     x = tl.load(x_ptr + source[:, None] * D + d, mask=good[:, None] & (d < D), other=0.0)

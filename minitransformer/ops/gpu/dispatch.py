@@ -35,7 +35,8 @@ def place_kernel(
     b, e, i = tl.program_id(0), tl.arange(0, EXPERTS), tl.arange(0, BLOCK)
     r = b * BLOCK + i
     raw = tl.load(ids_ptr + r, mask=r < R, other=0)
-    tl.atomic_min(faults_ptr + SLOT + tl.zeros_like(r), r // SLOTS, mask=(r < R) & ((raw < 0) | (raw >= E)))
+    bad = (r < R) & ((raw < 0) | (raw >= E))
+    tl.atomic_min(faults_ptr + SLOT + tl.zeros_like(r), r // SLOTS, mask=bad, sem="relaxed")
     ids = _ids(ids_ptr, r, R, E)
     mine = tl.histogram(ids, EXPERTS, mask=r < R)
     before, total = tl.zeros((EXPERTS,), tl.int32), mine

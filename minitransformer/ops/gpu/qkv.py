@@ -52,7 +52,7 @@ def qkv_kernel(
     b = to_bf16((b * inverse) * tl.load(weight + HALF).to(tl.float32)).to(tl.float32)
     position = tl.load(positions_ptr + token, mask=valid, other=0)
     outside = (position < 0) | (position >= P)
-    tl.atomic_min(faults_ptr + ROPE + tl.zeros_like(token), token.to(tl.int32), mask=valid & outside)
+    tl.atomic_min(faults_ptr + ROPE + tl.zeros_like(token), token.to(tl.int32), mask=valid & outside, sem="relaxed")
     angle = table_ptr + tl.where(outside, 0, position)[:, None] * (2 * HALF) + i
     c, s = tl.load(angle), tl.load(angle + HALF)
     turned_a, turned_b = to_bf16(a * c - b * s), to_bf16(b * c + a * s)
@@ -62,7 +62,7 @@ def qkv_kernel(
     tl.store(to_q + HALF, turned_b, mask=is_q[:, None])
     row = tl.load(store_rows_ptr + token, mask=valid, other=0)
     good = (row >= 0) & (row < R)
-    tl.atomic_min(faults_ptr + STORE + tl.zeros_like(token), token.to(tl.int32), mask=valid & ~good)
+    tl.atomic_min(faults_ptr + STORE + tl.zeros_like(token), token.to(tl.int32), mask=valid & ~good, sem="relaxed")
     cache = tl.where(is_k, k_ptr, v_ptr) + (row * G + (head - N) % G) * (2 * HALF)
     stored = (valid & good & (head >= N))[:, None]
     tl.store(cache[:, None] + i, tl.where(is_k[:, None], turned_a, raw_a), mask=stored)
