@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from minitransformer.commands import align, compare, describe, generate, quantize, recipes, score, trace
+from minitransformer.commands import align, compare, describe, generate, quantize, recipes, score, sync, trace
 from minitransformer.errors import InputError, UnsupportedDevice
 
-COMMANDS = (align, generate, score, trace, compare, quantize, recipes, describe)
+COMMANDS = (align, generate, score, trace, compare, sync, quantize, recipes, describe)
 DIFFERS, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 

@@ -92,9 +92,9 @@ def test_bad_updates_leave_the_weights_alone(checkpoint, tmp_path):
     (tmp_path / "cut" / "model.safetensors").write_bytes(file.read_bytes()[:-4096])
     engines.tiny(1, vocab_size=engines.VOCAB + 16).save_pretrained(tmp_path / "large")
     with engines.start(checkpoint) as server:
-        first, sums = laws.run(server.client, P), server.client.checksums()
+        first, held = laws.run(server.client, P), (server.client.checksums(), server.client.identity())
         for name in ("large", "poisoned", "cut", "absent"):
             with pytest.raises(InputError, match="Nothing was written: the server goes on with the weights it had"):
                 laws.update_from_disk(server.client, tmp_path / name)
-            assert server.client.checksums() == sums
+            assert (server.client.checksums(), server.client.identity()) == held
         zero(laws.same(first, laws.run(server.client, P)))

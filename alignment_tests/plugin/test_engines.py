@@ -106,9 +106,11 @@ def test_weight_updates_from_disk(checkpoint, tmp_path):
         zero(laws.same(first, laws.run(server.client, P)))
 
 
-def test_stock_sglang_differs_and_is_named(checkpoint):
-    """The laws see what SGLang's own model does."""
-    with engines.start(checkpoint, ["--attention-backend", "torch_native"], stock=True) as server:
+def test_stock_sglang_differs_and_is_named(tmp_path):
+    """The laws see what SGLang's own model does. All layers sparse: its class knows no others."""
+    model = engines.tiny(sparse_layers=(True,) * 3)
+    model.save_pretrained(tmp_path / "sparse")
+    with engines.start(tmp_path / "sparse", ["--attention-backend", "torch_native"], stock=True) as server:
         assert server.client.identity() is None
         assert laws.decode_equals_rescoring(server.client, P).differing
-        assert laws.learner_equals_engine(engines.tiny(), server.client, P).differing
+        assert laws.learner_equals_engine(model, server.client, P).differing

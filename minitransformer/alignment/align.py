@@ -81,50 +81,56 @@ def align(
     # Taken now: what the sampler followed, whatever happens to the model before the learner scores.
     followed = model.spec
     on_step("sampler")
-    with _timed(seconds, "sampler"):
+    with timed(seconds, "sampler"):
         sampler, trace = Sampler(model, **(sampler_options or {})), Trace(stages, strict=False)
         completions = sampler.generate(prompts, params, trace=trace, on_token=on_token)
-    sequences = [c.prompt_ids + c.token_ids for c in completions]
-    starts = [len(c.prompt_ids) for c in completions]
     temperatures = [p.log_prob_temperature for p in params]
 
     on_step("learner")
-    with _timed(seconds, "learner"):
-        # One pack, and no gradient: the learner's forward pass over everything at once, as in training.
-        learner = Learner(learner_model or model, max_tokens_per_pack=sum(map(len, sequences)))
-        comparing = ComparingTrace(trace)
-        followed.require_same(learner.model.spec, "sampler and learner")
-        requests = [c.request_id for c in completions]
-        scores = learner.score(sequences, starts, temperatures, trace=comparing, request_ids=requests)
-    compared, recomputed = comparing.results(), trace.conflicts()
-    del sampler, trace, learner, comparing  # their memory is free before another copy of the model is loaded
+    with timed(seconds, "learner"):
+        followed.require_same((learner_model or model).spec, "sampler and learner")
+        compared, gap = score(learner_model or model, completions, temperatures, trace)
+    recomputed = trace.conflicts()
+    del sampler, trace  # their memory is free before another copy of the model is loaded
 
-    sampled_T = torch.tensor([x for c in completions for x in c.log_probs], dtype=torch.float32)
     on_step("transformers")
-    with _timed(seconds, "transformers"):
-        contrast = _contrast(checkpoint, sequences, starts, temperatures, sampled_T)
-    gap = log_prob_gap(sampled_T, torch.cat(scores).cpu())
+    with timed(seconds, "transformers"):
+        contrast = contrast_gap(checkpoint, completions, temperatures)
     return Alignment(followed.fingerprint(), completions, compared, recomputed, gap, contrast, seconds)
 
 
-def _contrast(
-    checkpoint: str | Path | None,
-    sequences: Sequence[Sequence[int]],
-    starts: Sequence[int],
-    temperatures: Sequence[float],
-    sampled_T: Tensor,
+def score(
+    model: Any, completions: Sequence[Completion], temperatures: Sequence[float], trace: Trace
+) -> tuple[list[StageResult], Gap]:
+    """The learner scores the completions: each stage against the sampler's trace, and the gap of the log-probs."""
+    sequences = [c.prompt_ids + c.token_ids for c in completions]
+    # One pack, and no gradient: the learner's forward pass over everything at once, as in training.
+    learner, comparing = Learner(model, max_tokens_per_pack=sum(map(len, sequences))), ComparingTrace(trace)
+    starts, requests = [len(c.prompt_ids) for c in completions], [c.request_id for c in completions]
+    scores = learner.score(sequences, starts, temperatures, trace=comparing, request_ids=requests)
+    return comparing.results(), log_prob_gap(_sampled(completions), torch.cat(scores).cpu())
+
+
+def _sampled(completions: Sequence[Completion]) -> Tensor:
+    return torch.tensor([x for c in completions for x in c.log_probs], dtype=torch.float32)
+
+
+def contrast_gap(
+    checkpoint: str | Path | None, completions: Sequence[Completion], temperatures: Sequence[float]
 ) -> Gap | str:
+    """transformers against the sampler, or why it was not run."""
     if checkpoint is None:
         return "left out on request"
+    sequences, starts = [c.prompt_ids + c.token_ids for c in completions], [len(c.prompt_ids) for c in completions]
     try:
         scores = score_with_transformers(checkpoint, sequences, starts, temperatures)
     except NotRun as reason:
         return str(reason)
-    return log_prob_gap(sampled_T, torch.cat(scores))
+    return log_prob_gap(_sampled(completions), torch.cat(scores))
 
 
 @contextmanager
-def _timed(seconds: dict[str, float], part: str) -> Iterator[None]:
+def timed(seconds: dict[str, float], part: str) -> Iterator[None]:
     begin = time.perf_counter()
     yield
     seconds[part] = time.perf_counter() - begin

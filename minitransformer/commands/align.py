@@ -2,18 +2,20 @@
 
 The sampler generates with pages, chunked prefill, continuous batching and a prefix cache; the learner scores the same
 tokens in one packed pass. Beside it, as a contrast, transformers scores them in BF16 (if it is installed).
+With --sampler an SGLang server samples, and what it says of its tokens is compared (docs/sglang.md).
 Exit status 0 only if nothing differs, 1 if something does, 2 for bad input.
 
 Example:
   minitransformer align --model demo/checkpoint --prompts examples/prompts.txt --max-new-tokens 32 --seed 7
   minitransformer align --model demo/checkpoint --prompts examples/prompts.txt --device cuda --learner-device cpu
+  minitransformer align --model demo/checkpoint --prompts examples/prompts.txt --sampler sglang
 """
 
 import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from minitransformer.commands import common
+from minitransformer.commands import align_sglang, common
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,7 +37,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     common.add_sampling(command)
     # Small steps: prompts are cut into chunks beside decoding requests, and find the pages of earlier prompts.
-    common.add_sampler(command, chunk_size=32, max_batch_tokens=32)
+    options = common.add_sampler(command, chunk_size=32, max_batch_tokens=32)
+    command.set_defaults(own_options=[(o.option_strings[0], o.dest, o.default) for o in options])
+    align_sglang.add_arguments(command)
     command.add_argument("--no-contrast", action="store_true", help="leave transformers out")
     command.add_argument("--full", action="store_true", help="print every layer's stages, not only those that differ")
     common.add_stages(command)
@@ -46,6 +50,9 @@ def run(args: argparse.Namespace) -> int:
     common.check_output(args.json, [args.prompts, args.model])
     common.sampling_params(args, 1)  # a bad parameter is told before a model is loaded
     learner_device = args.learner_device and common.device(args.learner_device)
+    if args.sampler is not None:
+        return align_sglang.run(args, learner_device)
+    align_sglang.refuse_without(args)
     model = common.load_model(args)
     learner_model = None
     if learner_device not in (None, model.device):
@@ -67,17 +74,22 @@ def run(args: argparse.Namespace) -> int:
             learner_model=learner_model,
         )
     _print(common.console(), args, model, found)
-    common.write_json(args.json, _to_json(args, model, found))
+    common.write_json(args.json, to_json(args, model, found))
     return 0 if found.equal else 1
 
 
 def _print(console: "Console", args: argparse.Namespace, model: Any, found: "Alignment") -> None:
-    from minitransformer.alignment import report
-    from minitransformer.alignment.compare import first_divergence
-
     for line in _header(args, model, found):
         console.print(line, markup=False, soft_wrap=True)
     console.print()
+    print_tables(console, args, found, [])
+
+
+def print_tables(console: "Console", args: argparse.Namespace, found: "Alignment", contrasts: list[list[str]]) -> None:
+    """The stages, the gaps (with more rows of contrasts) and the verdict."""
+    from minitransformer.alignment import report
+    from minitransformer.alignment.compare import first_divergence
+
     report.print_table(console, report.STAGE_COLUMNS, report.stage_rows(found.stages, args.full))
     console.print(report.stage_footnote("sampler", "learner"))
     worst = first_divergence(found.stages)
@@ -86,7 +98,7 @@ def _print(console: "Console", args: argparse.Namespace, model: Any, found: "Ali
     for result in (r for r in found.recomputed if not r.equal):
         console.print(f"computed again with other bits: {result.stage}, {result.differing:,} elements", style="red")
     console.print()
-    rows = [report.gap_row("learner", found.gap), report.gap_row("transformers, BF16", found.contrast)]
+    rows = [report.gap_row("learner", found.gap), *contrasts, report.gap_row("transformers, BF16", found.contrast)]
     report.print_table(console, report.GAP_COLUMNS, rows)
     console.print(report.gap_footnote())
     console.print()
@@ -94,16 +106,21 @@ def _print(console: "Console", args: argparse.Namespace, model: Any, found: "Ali
 
 
 def _header(args: argparse.Namespace, model: Any, found: "Alignment") -> list[str]:
+    how = f"pages of {args.page_size}, chunks of {args.chunk_size}, {args.max_batch_tokens} a step"
+    return header(args, model, found, how, _devices(args))
+
+
+def header(args: argparse.Namespace, model: Any, found: "Alignment", how: str, devices: str = "") -> list[str]:
+    """how: the sampler works, in words."""
     config, completions = model.config, found.completions
     tokens = sum(len(c.token_ids) for c in completions)
     cached, again = sum(c.cached_tokens for c in completions), sum(c.preemptions for c in completions)
     fed = sum(len(c.prompt_ids) + len(c.token_ids) - 1 for c in completions)
     lines = [
         f"model    {args.model}: {config.num_layers} layers, {config.num_experts} experts, top-{config.top_k}, "
-        f"vocabulary {config.vocab_size:,}{_devices(args)}",
+        f"vocabulary {config.vocab_size:,}{devices}",
         f"spec     {model.spec.name}, fingerprint {found.fingerprint[:16]}",
-        f"sampler  {len(completions)} requests, {tokens} tokens at temperature {args.temperature:g}; pages of "
-        f"{args.page_size}, chunks of {args.chunk_size}, {args.max_batch_tokens} a step;",
+        f"sampler  {len(completions)} requests, {tokens} tokens at temperature {args.temperature:g}; {how};",
         f"         {cached} prompt tokens from the prefix cache, {again} preemptions; {found.seconds['sampler']:.1f} s",
         f"learner  one packed pass over {fed} tokens; {found.seconds['learner']:.1f} s",
     ]
@@ -134,8 +151,8 @@ def _verdict(found: "Alignment") -> str:
     )
 
 
-def _to_json(args: argparse.Namespace, model: Any, found: "Alignment") -> dict[str, Any]:
-    options = {key: value for key, value in vars(args).items() if key not in ("run", "json", "full")}
+def to_json(args: argparse.Namespace, model: Any, found: "Alignment") -> dict[str, Any]:
+    options = {key: value for key, value in vars(args).items() if key not in ("run", "json", "full", "own_options")}
     contrast = {"not_run": found.contrast} if isinstance(found.contrast, str) else asdict(found.contrast)
     return {
         "equal": found.equal,

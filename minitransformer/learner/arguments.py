@@ -2,6 +2,10 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from torch.nn import Parameter
 
 from minitransformer.errors import InputError
 from minitransformer.integers import listed
@@ -40,3 +44,20 @@ def samples(given: Iterable[Sample]) -> list[Sample]:
         if not isinstance(sample, Sample):
             raise InputError(f"sample {s} is {sample!r}; give a Sample")
     return found
+
+
+def split(parameters: dict[str, Parameter], frozen: Sequence[str]) -> tuple[dict[str, Parameter], ...]:
+    """(trained, frozen) by name; autograd is told, so that nothing is computed for a frozen parameter."""
+    if isinstance(frozen, str):
+        raise InputError(f"frozen is a single string, {frozen!r}; give a list of patterns")
+    for pattern in frozen:
+        if not any(fnmatchcase(name, pattern) for name in parameters):
+            close = get_close_matches(pattern, parameters, n=3, cutoff=0.0)
+            raise InputError(f"frozen pattern {pattern!r} matches no parameter; the closest are {', '.join(close)}")
+    held = {name: p for name, p in parameters.items() if any(fnmatchcase(name, pattern) for pattern in frozen)}
+    trained = {name: p for name, p in parameters.items() if name not in held}
+    if not trained:
+        raise InputError("every parameter is frozen; leave at least one to train")
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name in trained)
+    return trained, held

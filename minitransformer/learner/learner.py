@@ -18,15 +18,12 @@ gradient is one chain over the tokens in packed order, so they may change a grad
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import pairwise
 from os import PathLike
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from minitransformer.devices import naming_memory
 from minitransformer.errors import InputError
@@ -67,7 +64,7 @@ class Learner:
             raise InputError(f"max_tokens_per_pack {max_tokens_per_pack} must be at least 1")
         self.model, self.recompute = model, recompute
         self.max_grad_norm, self.max_tokens_per_pack = max_grad_norm, max_tokens_per_pack
-        self.parameters, self.frozen = _split(dict(model.named_parameters()), frozen)
+        self.parameters, self.frozen = arguments.split(dict(model.named_parameters()), frozen)
         self.step = 0
         self._written = self._stamp()
         self._settings = (float(lr), betas, eps, weight_decay)
@@ -185,6 +182,15 @@ class Learner:
         self.model.weights_version += 1
         self._written = self._stamp()
 
+    def sync(self, to, **options):
+        """Sends the weights to an SGLang server and proves that they are there; see plugins/sglang/sync.py.
+
+        to: 'http://host:port' or a launch.Server. -> SyncReport; InputError if anything failed or is not proven equal.
+        """
+        from minitransformer.plugins.sglang.sync import sync
+
+        return sync(self, to, **options).require_equal()
+
     def _stamp(self) -> dict[str, WeightsStamp]:
         return {name: WeightsStamp([p]) for name, p in self.parameters.items()}
 
@@ -241,20 +247,3 @@ def _refuse_non_finite(output: TokenLoss, where: str) -> None:
 def _split_rows(rows_L: Tensor, bounds: Sequence[int]) -> Sequence[Tensor]:
     """One view a sequence. split's backward is a single concatenation, unlike that of many slices."""
     return rows_L.split([b - a for a, b in pairwise(bounds)])
-
-
-def _split(parameters: dict[str, Parameter], frozen: Sequence[str]) -> tuple[dict[str, Parameter], ...]:
-    """(trained, frozen) by name; autograd is told, so that nothing is computed for a frozen parameter."""
-    if isinstance(frozen, str):
-        raise InputError(f"frozen is a single string, {frozen!r}; give a list of patterns")
-    for pattern in frozen:
-        if not any(fnmatchcase(name, pattern) for name in parameters):
-            close = get_close_matches(pattern, parameters, n=3, cutoff=0.0)
-            raise InputError(f"frozen pattern {pattern!r} matches no parameter; the closest are {', '.join(close)}")
-    held = {name: p for name, p in parameters.items() if any(fnmatchcase(name, pattern) for pattern in frozen)}
-    trained = {name: p for name, p in parameters.items() if name not in held}
-    if not trained:
-        raise InputError("every parameter is frozen; leave at least one to train")
-    for name, parameter in parameters.items():
-        parameter.requires_grad_(name in trained)
-    return trained, held

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minitransformer.errors import InputError
+from minitransformer.plugins.sglang.identity import PREFIX, read_identity
 
 
 @dataclass(frozen=True)
@@ -60,26 +61,33 @@ class Client:
             return False
         return True
 
-    def identity(self) -> dict[str, Any] | None:
-        """fingerprint, spec (its entries) and weights_version of a server with our model; None: SGLang's own model."""
+    def about(self) -> dict[str, Any]:
+        """/server_info: version, model_path, ... InputError if this is no SGLang server."""
         try:
-            found = self.checksums("identity")
+            found = self.call("/server_info")
+        except InputError as error:
+            if "refuses" not in str(error):
+                raise
+            found = None
+        if not isinstance(found, dict) or "version" not in found:
+            raise InputError(f"{self.url}: something answers, but it is no SGLang server; give the URL of one")
+        return found
+
+    def identity(self) -> dict[str, Any] | None:
+        """What a server with our model says of itself (identity.py); None: it runs SGLang's own model."""
+        try:
+            return read_identity(self._checker("identity"))
         except InputError as error:
             if "refuses" not in str(error):
                 raise
             return None
-        if "minitransformer/fingerprint" not in found:
-            return None
-        return {
-            "fingerprint": found["minitransformer/fingerprint"],
-            "spec": json.loads(found["minitransformer/spec"]),
-            "weights_version": int(found["minitransformer/weights_version"]),
-        }
 
-    def checksums(self, action: str = "checksum") -> dict[str, str]:
-        """Name -> sha256 of every tensor, as weights.checksums gives them for a model here; and the identity."""
-        answer = self.call("/weights_checker", {"action": action})
-        return answer["ranks"][0]["checksums"]
+    def checksums(self) -> dict[str, str]:
+        """Name -> sha256 of every tensor, as weights.checksums gives them for a model here."""
+        return {name: value for name, value in self._checker("checksum").items() if not name.startswith(PREFIX)}
+
+    def _checker(self, action: str) -> dict[str, str]:
+        return self.call("/weights_checker", {"action": action})["ranks"][0]["checksums"]
 
     def generate(
         self,

@@ -6,7 +6,7 @@ finite values) before the first write, so a bad one changes nothing.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from minitransformer.errors import InputError
 from minitransformer.models.qwen3_moe.layout import EMBEDDING, HEAD, parameter_shapes, piece_shape, pieces
 from minitransformer.models.qwen3_moe.nvfp4_layout import Format, Part, parts
 from minitransformer.plugins.sglang.arguments import check_model
+from minitransformer.plugins.sglang.identity import identity
 
 _FLOATS = (torch.bfloat16, torch.float32)
 
@@ -38,7 +39,7 @@ class Receiver:
     """
 
     def __init__(self, model: Any, form: Format | None = None) -> None:
-        self.model = model
+        self.model, self.form = model, form
         self.places = dict(_parameter_places(model))
         for i, layer in enumerate(model.layers):
             if form is not None and getattr(layer.mlp, "gate_up", 0) is None:
@@ -136,25 +137,21 @@ def checksum(tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
-def identity(model: Any) -> dict[str, str]:
-    """What tells a client that our model is live: names that no checkpoint has."""
-    spec = model.spec
-    return {
-        "minitransformer/fingerprint": spec.fingerprint(),
-        "minitransformer/spec": json.dumps(spec.entries(), sort_keys=True),
-        "minitransformer/weights_version": str(model.weights_version),
-    }
+def unlike(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+    """Names of the tensors whose checksums differ, or that one side lacks."""
+    return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
 
 
 def answer(original: Any, checker: Any, action: str, allow_quant_error: bool = False) -> Any:
     """WeightChecker.handle: 'identity' tells what is live, 'checksum' the sha256 of every tensor besides."""
     if action not in ("identity", "checksum"):
         return original(checker, action, allow_quant_error)
-    model = checker._get_model().model
-    sums = checksums(model) if action == "checksum" else {}
+    entry = checker._get_model()
+    form = entry.receiver.form
+    sums = checksums(entry.model) if action == "checksum" else {}
     whole = hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
     return {
-        "checksums": sums | identity(model), "per_gpu_checksum": whole,
+        "checksums": sums | identity(entry.model, form and form.name), "per_gpu_checksum": whole,
         "parallelism_info": checker._parallelism_info().model_dump(),
     }  # fmt: skip
 

@@ -1,0 +1,121 @@
+"""`align --sampler`: its options, the server that it starts or talks to, and its table. No command of its own."""
+
+import argparse
+import json
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from minitransformer.commands import common
+from minitransformer.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+    from minitransformer.plugins.sglang.align import EngineAlignment
+    from minitransformer.plugins.sglang.client import Client
+
+COMPARED = "compared: what the server tells over HTTP; the stages in between stay inside it"
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("SGLang as the sampler")
+    group.add_argument(
+        "--sampler", metavar="sglang|URL", help="sglang: start a server here; http://host:port: a running one"
+    )
+    group.add_argument(
+        "--sglang-arg", action="append", default=[], metavar="ARGS",
+        help="arguments of the server that is started, such as --sglang-arg='--chunked-prefill-size 64'; may repeat",
+    )  # fmt: skip
+    group.add_argument("--stock", action="store_true", help="start SGLang with its own model, as a contrast")
+
+
+def refuse_without(args: argparse.Namespace) -> None:
+    """InputError for an option that means nothing because miniTransformer itself samples."""
+    for option, given in (("--sglang-arg", args.sglang_arg), ("--stock", args.stock)):
+        if given:
+            raise InputError(f"{option} is for --sampler sglang; add that, or leave it out")
+
+
+def run(args: argparse.Namespace, learner_device: "torch.device | None") -> int:
+    _check(args)
+    model = common.load_model(args, learner_device)
+    prompts, lines = common.read_prompt_ids(args, model)
+    from minitransformer.commands import align
+    from minitransformer.plugins.sglang.align import align_engine
+    from minitransformer.plugins.sglang.identity import refuse_for_stock
+
+    if args.stock:
+        refuse_for_stock(model.config)
+    with common.progress() as show, common.naming_prompts(args.prompts, lines):
+        show("starting SGLang" if args.sampler == "sglang" else "asking " + args.sampler)
+        with _client(args) as client:
+            found = align_engine(
+                model,
+                client,
+                prompts,
+                common.sampling_params(args, len(prompts)),
+                checkpoint=None if args.no_contrast else args.model,
+                on_step=lambda part: show(align.PARTS[part]),
+            )
+    _print(args, model, found)
+    server = {key: found.server.get(key) for key in ("version", "model_path")} | {"stock": found.stock}
+    rescored = {"not_run": found.rescored} if isinstance(found.rescored, str) else vars(found.rescored)
+    common.write_json(args.json, align.to_json(args, model, found) | {"server": server, "rescored": rescored})
+    return 0 if found.equal else 1
+
+
+def _check(args: argparse.Namespace) -> None:
+    own = [option for option, name, default in args.own_options if getattr(args, name) != default]
+    own += ["--stages"] if args.stages else []
+    if own:
+        raise InputError(f"{own[0]} is for miniTransformer's own sampler; with --sampler use --sglang-arg, or leave it")
+    if args.sampler == "sglang":
+        if args.layers:
+            raise InputError("--layers can't be told to SGLang; `minitransformer quantize` writes such a checkpoint")
+    elif not args.sampler.startswith(("http://", "https://")):
+        raise InputError(f"--sampler {args.sampler}: expected sglang or http://host:port")
+    elif args.sglang_arg or args.stock:
+        raise InputError("--sglang-arg and --stock are for a server that is started: --sampler sglang")
+
+
+@contextmanager
+def _client(args: argparse.Namespace) -> "Iterator[Client]":
+    """Of the running server, or of one that lives as long as this context."""
+    from minitransformer.plugins.sglang.client import Client
+
+    if args.sampler != "sglang":
+        yield Client(args.sampler)
+        return
+    from minitransformer.plugins.sglang.arguments import RECIPE
+    from minitransformer.plugins.sglang.launch import Server
+    from minitransformer.plugins.sglang.plugin import sglang_version
+
+    sglang_version()
+    cpu = common.device(args.device).type == "cpu"
+    arguments = [] if args.stock else ["--enable-return-routed-experts"]
+    arguments += ["--attention-backend", "torch_native"] if args.stock and cpu else []  # its others need a GPU
+    if args.recipe is not None and not args.stock:
+        arguments += ["--json-model-override-args", json.dumps({RECIPE: args.recipe})]
+    arguments += [word for words in args.sglang_arg for word in shlex.split(words)]
+    with Server(args.model, arguments, cpu=cpu, stock=args.stock) as server:
+        try:
+            yield Client(server.url)
+        except InputError as error:
+            raise InputError(f"{error}; the server's log, {server.log}, ends: {server.reason()}") from None
+    server.log.unlink(missing_ok=True)
+
+
+def _print(args: argparse.Namespace, model: Any, found: "EngineAlignment") -> None:
+    from minitransformer.alignment.report import gap_row
+    from minitransformer.commands import align
+
+    console, version = common.console(), found.server["version"]
+    ours = "miniTransformer's model, same fingerprint and weights"
+    whose = "a STOCK server, SGLang's own model" if found.stock else ours
+    for line in align.header(args, model, found, f"SGLang {version}: {whose}"):
+        console.print(line, markup=False, soft_wrap=True)
+    console.print(COMPARED)
+    console.print()
+    align.print_tables(console, args, found, [gap_row("SGLang's own prefill", found.rescored)])

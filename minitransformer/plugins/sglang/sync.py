@@ -1,0 +1,227 @@
+"""A learner's weights into a running SGLang server, and the proof that they are there.
+
+    quantise   the experts of the layers that the server keeps in NVFP4, once, as a BF16 checkpoint is quantised
+    send       tensor: into memory that the server maps (same host);  disk: a checkpoint directory that it reads
+    load       the server checks all of it, then writes it and drops its keys and values
+    prove      the sha256 of every tensor on both sides, and a probe prompt: log-probs with equal bits
+
+Everything goes in one message. After an error the server is asked for its state, which the error names; a sync sends
+everything, so it can always be repeated.
+"""
+
+import socket
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from minitransformer.alignment.align import timed
+from minitransformer.alignment.gap import Gap, log_prob_gap
+from minitransformer.checkpoint_files import first_few
+from minitransformer.errors import InputError
+from minitransformer.models.qwen3_moe.layout import pieces
+from minitransformer.models.qwen3_moe.nvfp4_layout import FORMATS, PROJECTIONS, Format
+from minitransformer.models.qwen3_moe.quantise import expert_tensors
+from minitransformer.ops.nvfp4 import Nvfp4
+from minitransformer.plugins.sglang import send
+from minitransformer.plugins.sglang.client import Client
+from minitransformer.plugins.sglang.identity import refuse_for_stock, require_same
+from minitransformer.plugins.sglang.weights import checksum, unlike
+
+if TYPE_CHECKING:
+    from minitransformer.learner.learner import Learner
+
+ROUTES = ("tensor", "disk")
+PROBE_PROMPT, PROBE_NEW = 48, 8
+Packed = dict[str, Nvfp4]  # by our parameter's name without ".weight": layers.3.mlp.gate_up
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What was sent, and what was proven.
+
+    tensors, bytes   sent;  packed  of how many layers in NVFP4
+    seconds          of quantise, send, load, prove
+    checked          tensors whose checksums were compared: 0 with a stock server, which has none
+    differing        names of those that differ
+    probe            of the probe prompt: the learner's log-probs against the server's
+    """
+
+    url: str
+    route: str
+    stock: bool
+    tensors: int
+    bytes: int
+    packed: int
+    seconds: dict[str, float]
+    checked: int
+    differing: list[str]
+    probe: Gap
+
+    @property
+    def equal(self) -> bool:
+        """Every tensor was compared and is equal, and so is every bit of the probe's log-probs."""
+        return self.checked > 0 and not self.differing and self.probe.tokens > 0 and not self.probe.differing
+
+    def require_equal(self) -> "SyncReport":
+        """Itself, or an InputError that says what the server has after all."""
+        if not self.equal:
+            raise InputError(f"{self.url}: {self.verdict()}")
+        return self
+
+    def verdict(self) -> str:
+        p = self.probe
+        probe = f"{p.differing} of {p.tokens} log-probs of the probe prompt differ, by up to {p.max:.3g} nats"
+        if self.equal:
+            return f"EQUAL: {self.checked} tensors by checksum, {p.tokens} log-probs of a probe prompt by bits"
+        if self.stock:
+            return f"NOT PROVEN: a stock SGLang has no checksums of our tensors; {probe}"
+        names = f" ({first_few(self.differing)})" if self.differing else ""
+        return f"DIFFERENT: {len(self.differing)} of {self.checked} tensors differ{names}; {probe}"
+
+
+def sync(
+    learner: "Learner",
+    to: Any,
+    route: str | None = None,
+    directory: str | Path | None = None,
+    timeout: float = 600,
+    on_step: Callable[[str], None] = lambda part: None,
+) -> SyncReport:
+    """Sends the weights of learner.model to a server and compares; the report says whether they arrived.
+
+    to: 'http://host:port', a Client or a launch.Server. route: 'tensor' or 'disk'; None: tensor for a server on this
+    host. directory: where the disk route may write, readable by the server (default: the temporary directory).
+    InputError, with the server's state, if it refuses, does not answer within `timeout` seconds or runs another model.
+    """
+    client = Client(to if isinstance(to, str) else to.url, timeout)
+    if route not in (None, *ROUTES):
+        raise InputError(f"route {route!r} is not supported; choose {' or '.join(ROUTES)}: each is one message that "
+                         "the server checks as a whole before it writes")  # fmt: skip
+    route = route or ("tensor" if _is_here(client.url) else "disk")
+    model, seconds = learner.model, dict[str, float]()
+    client.about()
+    before = client.identity()
+    if before is None:
+        refuse_for_stock(model.config)
+    else:
+        require_same(model, before, client.url)
+    on_step("quantise")
+    with timed(seconds, "quantise"):
+        packed = _quantise(model, before)
+    form = FORMATS[before["format"]] if packed else None
+    tensors = list(_named(model, packed, form))
+    with ExitStack() as held:
+        on_step("send")
+        with timed(seconds, "send"):
+            sending = send.by_tensor(tensors) if route == "tensor" else send.by_disk(tensors, model.config, directory)
+            path, body = held.enter_context(sending)
+        on_step("load")
+        with timed(seconds, "load"):
+            _load(client, path, body, before, lambda: _expected(model, packed))
+    on_step("prove")
+    with timed(seconds, "prove"):
+        expected = {} if before is None else _expected(model, packed)
+        differing = unlike(expected, client.checksums()) if expected else []
+        probe = _probe(learner, client)
+    size, layers = sum(tensor.nbytes for _, tensor in tensors), len(packed) // len(PROJECTIONS)
+    return SyncReport(
+        client.url, route, before is None, len(tensors), size, layers, seconds, len(expected), differing, probe
+    )
+
+
+def _is_here(url: str) -> bool:
+    host = urllib.parse.urlsplit(url).hostname
+    return host in ("localhost", "127.0.0.1", "::1", socket.gethostname())
+
+
+def _quantise(model: Any, server: Mapping[str, Any] | None) -> Packed:
+    """The experts of the layers that the server keeps packed, by parameter; other layers need the BF16 weights."""
+    layers = server["packed_layers"] if server else []
+    packed: Packed = {}
+    for i, layer in enumerate(model.layers):
+        if i not in layers and getattr(layer.mlp, "gate_up", 0) is None:
+            raise InputError(f"layer {i}: the server keeps its experts in BF16, the learner has them only in NVFP4; "
+                             "start the server from an NVFP4 checkpoint of these layers")  # fmt: skip
+        for projection in PROJECTIONS if i in layers else ():
+            held = getattr(layer.mlp, projection)
+            q = layer.mlp.experts.quantised(projection, None if held is None else held.weight)
+            packed[f"layers.{i}.mlp.{projection}"] = q
+    return packed
+
+
+def _named(model: Any, packed: Packed, form: Format | None) -> Iterator[tuple[str, Tensor]]:
+    """Hugging Face's names and the tensors, views where nothing is quantised."""
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    for piece in pieces(model.config):
+        if piece.parameter.removesuffix(".weight") not in packed:
+            yield piece.key, parameters[piece.parameter][piece.index]
+    for name, q in packed.items():
+        _, layer, _, projection = name.split(".")
+        on_cpu = Nvfp4(q.codes, q.scales, q.outer.cpu())
+        unused = [0.0] * model.config.num_experts  # static activation scales, which no recipe here reads
+        for key, tensor in expert_tensors(model.config, int(layer), projection, on_cpu, form, unused):
+            if not key.endswith(form.activation):
+                yield key, tensor
+
+
+def _expected(model: Any, packed: Packed) -> dict[str, str]:
+    """What weights.checksums must give on the server: of the learner's parameters, and of what was quantised."""
+    sums = {n: checksum(p.detach()) for n, p in model.named_parameters() if n.removesuffix(".weight") not in packed}
+    for name, q in packed.items():
+        E = q.outer.shape[0]
+        # A server has the outer scales of gate and up, which share one, in two columns.
+        outer = q.outer.view(E, -1).expand(E, 2) if name.endswith("gate_up") else q.outer.view(E)
+        parts = {"codes": q.codes, "scales": q.scales, "outer": outer}
+        sums |= {f"{name}.{part}": checksum(tensor) for part, tensor in parts.items()}
+    return sums
+
+
+def _load(client: Client, path: str, body: Any, before: Mapping | None, expected: Callable[[], dict]) -> None:
+    """The update. InputError names why it failed and what the server holds now."""
+    try:
+        answer = client.call(path, body)
+        said = None if answer.get("success") else f"{client.url}{path}: {answer.get('message')}"
+    except InputError as error:
+        said = str(error)
+    if said is not None:
+        raise InputError(f"{said}. {_state(client.url, before, expected)}")
+
+
+def _state(url: str, before: Mapping[str, Any] | None, expected: Callable[[], dict[str, str]]) -> str:
+    again = "sync again, which sends everything, or restart it"
+    if before is None:
+        return f"State: unknown, since a stock SGLang can't say what it holds; {again}"
+    asking = Client(url, timeout=10)
+    try:
+        now = asking.identity()
+        if now and now["weights_version"] == before["weights_version"]:
+            return "State: the server goes on with the weights it had, nothing was written"
+        wrong = unlike(expected(), asking.checksums()) if now else None
+    except InputError:
+        return f"State: unknown, the server does not answer now either; don't sample from it, {again}"
+    if wrong is None:
+        return f"State: another server answers there now, without miniTransformer; {again}"
+    if not wrong:
+        return "State: all the new weights are in, though the server did not say so"
+    return f"State: {len(wrong)} tensors are not the learner's ({first_few(wrong)}); don't sample from it, {again}"
+
+
+def _probe(learner: "Learner", client: Client) -> Gap:
+    """A prompt of ids from all over the vocabulary and a few sampled tokens, scored on both sides."""
+    config, room = learner.model.config, PROBE_NEW + 1
+    n = max(2, min(PROBE_PROMPT, config.max_positions - room, learner.max_tokens_per_pack - room))
+    ids = [(97 * i * i + 31 * i + 5) % config.vocab_size for i in range(n)]
+    params = {"temperature": 1.0, "max_new_tokens": PROBE_NEW, "ignore_eos": True, "sampling_seed": 0}
+    (out,) = client.generate([ids], params)
+    theirs = torch.tensor(out.prompt_log_probs + out.log_probs)
+    (ours,) = learner.score([ids + out.token_ids], [1])
+    if len(ours) != len(theirs):
+        raise InputError(f"{client.url}: {len(theirs)} log-probs for a probe of {len(ours)}; is the context so short?")
+    return log_prob_gap(theirs, ours.cpu())
+
