@@ -68,6 +68,7 @@ def align_engine(
     with timed(seconds, "rescore"):
         sequences = [c.prompt_ids + c.token_ids for c in completions]
         again = client.generate(sequences, {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True})
+        _require_complete(completions, again)
     on_step("learner")
     with timed(seconds, "learner"):
         stages, gap = score(model, completions, temperatures, _trace(completions, outs if routed else [], model.config))
@@ -115,6 +116,13 @@ def _completion(request: int, prompt: Sequence[int], p: SamplingParams, out: Out
         cached_tokens=out.cached_tokens,
         preemptions=out.meta.get("num_retractions", 0),
     )
+
+
+def _require_complete(completions: Sequence[Completion], again: Sequence[Output]) -> None:
+    for c, out in zip(completions, again, strict=True):
+        found, asked = len(c.log_probs) + len(out.prompt_log_probs), len(c.prompt_ids) + 2 * len(c.token_ids) - 1
+        if found != asked:
+            raise InputError(f"prompts[{c.request_id}]: the server gave {found} log-probs, {asked} were asked for")
 
 
 def _trace(completions: Sequence[Completion], outs: Sequence[Output], config: Any) -> Trace:

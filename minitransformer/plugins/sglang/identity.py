@@ -50,8 +50,8 @@ def refuse_for_stock(config: Any) -> None:
     dense = [i for i, sparse in enumerate(config.sparse_layers) if not sparse]
     if dense:
         raise InputError(
-            f"layer {dense[0]} is dense, but SGLang's own Qwen3-MoE makes every layer sparse and never loads such weights: "
-            "a stock server's log-probs of this model mean nothing"
+            f"layer {dense[0]} is dense, but SGLang's own Qwen3-MoE makes every layer sparse and never loads such "
+            "weights: a stock server's log-probs of this model mean nothing"
         )
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 ROUTES = ("tensor", "disk")
 PROBE_PROMPT, PROBE_NEW = 48, 8
+STATE_TIMEOUT = 10  # seconds, of the questions after an update that failed
 Packed = dict[str, Nvfp4]  # by our parameter's name without ".weight": layers.3.mlp.gate_up
 
 
@@ -186,30 +187,34 @@ def _load(client: Client, path: str, body: Any, before: Mapping | None, expected
     """The update. InputError names why it failed and what the server holds now."""
     try:
         answer = client.call(path, body)
-        said = None if answer.get("success") else f"{client.url}{path}: {answer.get('message')}"
     except InputError as error:
-        said = str(error)
-    if said is not None:
-        raise InputError(f"{said}. {_state(client.url, before, expected)}")
+        said, answered = str(error), "refuses" in str(error)
+    else:
+        if answer.get("success"):
+            return
+        said, answered = f"{client.url}{path}: {answer.get('message')}", True
+    raise InputError(f"{said}. State: {_state(client.url, before, expected, answered)}")
 
 
-def _state(url: str, before: Mapping[str, Any] | None, expected: Callable[[], dict[str, str]]) -> str:
-    again = "sync again, which sends everything, or restart it"
+def _state(url: str, before: Mapping | None, expected: Callable[[], dict[str, str]], answered: bool) -> str:
+    """answered: the update is over; else it may still be on its way to the scheduler."""
+    again = "don't sample from it; sync again, which sends everything, or restart it"
     if before is None:
-        return f"State: unknown, since a stock SGLang can't say what it holds; {again}"
-    asking = Client(url, timeout=10)
+        return f"unknown, a stock SGLang can't say what it holds; {again}"
+    asking = Client(url, timeout=STATE_TIMEOUT)
     try:
         now = asking.identity()
-        if now and now["weights_version"] == before["weights_version"]:
-            return "State: the server goes on with the weights it had, nothing was written"
-        wrong = unlike(expected(), asking.checksums()) if now else None
+        if now is None:
+            return f"another server answers there now, without miniTransformer; {again}"
+        if now["weights_version"] == before["weights_version"]:
+            held = "the server has the weights it had, nothing was written"
+            return held if answered else f"{held} so far, but the update may still come; {again}"
+        wrong = unlike(expected(), asking.checksums())
     except InputError:
-        return f"State: unknown, the server does not answer now either; don't sample from it, {again}"
-    if wrong is None:
-        return f"State: another server answers there now, without miniTransformer; {again}"
-    if not wrong:
-        return "State: all the new weights are in, though the server did not say so"
-    return f"State: {len(wrong)} tensors are not the learner's ({first_few(wrong)}); don't sample from it, {again}"
+        return f"unknown, the server does not answer now either; {again}"
+    if wrong:
+        return f"{len(wrong)} tensors are not the learner's ({first_few(wrong)}); {again}"
+    return "the new weights are in, though the server did not say so"
 
 
 def _probe(learner: "Learner", client: Client) -> Gap:

@@ -1,0 +1,96 @@
+"""Faults of a weight transfer and of its proof, put back on purpose, with the check that must notice."""
+
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+from alignment_tests.learner.tiny import tiny_model
+from alignment_tests.mutations import Mutation, patched
+from alignment_tests.plugin import test_align, test_sync
+from alignment_tests.plugin.fake import Fake
+from minitransformer.learner.losses import nll
+from minitransformer.learner.packing import Sample
+from minitransformer.models.qwen3_moe.nvfp4_layout import MODELOPT
+from minitransformer.plugins.sglang import align, identity, send, sync
+
+_named, _quantise, _expected, _score = sync._named, sync._quantise, sync._expected, align.score
+
+
+def arrives() -> None:
+    """An update arrives, in BF16."""
+    with Fake(tiny_model(0)) as server:
+        test_sync.trained().sync(server)
+
+
+def two_updates_arrive_packed() -> None:
+    """And so does the next one: nothing is left over from the first."""
+    with tempfile.TemporaryDirectory() as directory:
+        learner = test_sync.trained(recipe="nvfp4_per_token")
+        with Fake(test_sync.packed(Path(directory)), MODELOPT) as server:
+            learner.sync(server)
+            learner.update([Sample(list(range(20)), 3)], nll)
+            learner.sync(server)
+
+
+def _one_left_out(model, packed, form):
+    return list(_named(model, packed, form))[:-1]
+
+
+def _two_experts_swapped(model, packed, form):
+    tensors = dict(_named(model, packed, form))
+    a, b = (f"model.layers.2.mlp.experts.{e}.down_proj.weight" for e in (3, 4))
+    return (tensors | {a: tensors[b], b: tensors[a]}).items()
+
+
+@contextmanager
+def _stale_quantised():
+    """Quantised once and for all."""
+    made = {}
+
+    def kept(model, server):
+        return made.setdefault(id(model), _quantise(model, server))
+
+    with mock.patch.object(sync, "_quantise", kept):
+        yield
+
+
+def _of_another_tensor(model, packed):
+    sums = _expected(model, packed)
+    return dict(zip(sums, [*list(sums.values())[1:], next(iter(sums.values()))], strict=True))
+
+
+@contextmanager
+def _without_checksums():
+    with mock.patch.object(sync, "unlike", lambda ours, theirs: []):
+        yield
+
+
+def _one_bit() -> None:
+    test_sync.test_one_wrong_bit_on_the_server_is_named("layers.2.mlp.gate_up.weight")
+
+
+
+
+MUTATIONS = [
+    Mutation("one tensor is not sent", "all arrives", patched(sync, "_named", _one_left_out), arrives),
+    Mutation("two experts are swapped", "all arrives", patched(sync, "_named", _two_experts_swapped), arrives),
+    Mutation("a stale quantised copy is sent", "the newest weights arrive", _stale_quantised,
+             two_updates_arrive_packed),
+    Mutation("checksums of other tensors", "each tensor is compared with itself",
+             patched(sync, "_expected", _of_another_tensor), arrives),
+    Mutation("checksums are not compared", "one wrong bit is seen", _without_checksums, _one_bit),
+    Mutation("the probe is scored by nobody", "other arithmetic is seen",
+             patched(sync, "log_prob_gap", lambda a, b: sync.Gap(1, 0, 0.0, 0.0, 0.0, 0.0)),
+             test_sync.test_a_server_that_computes_otherwise_fails_the_probe),
+    Mutation("sharing moves the learner's parameters", "the learner is left as it was",
+             patched(send, "_shared", lambda tensors: [(n, t.share_memory_()) for n, t in tensors]),
+             test_sync.test_the_learner_is_left_as_it_was),
+    Mutation("specs are not compared", "another recipe is told before sampling",
+             patched(identity, "_forward", lambda entries: {}), test_align.check_another_recipe),
+    Mutation("weights are not compared", "other weights are told before sampling",
+             patched(align, "unlike", lambda ours, theirs: []), test_align.check_other_weights),
+    Mutation("sampled tokens scored at temperature 1", "log-probs at the request's temperature",
+             patched(align, "score", lambda model, done, t, trace: _score(model, done, [1.0] * len(t), trace)),
+             test_align.check_equal),
+]  # fmt: skip
