@@ -18,7 +18,7 @@ def model():
 def test_of_a_model_names_every_op(model):
     entries = ExecutionSpec.of(model).entries()
     assert entries["name"] == "mini/1" and entries["accumulator"].startswith("hopper-k16-f25")
-    versions = {"attention": 2}
+    versions = {"attention": 2, "linear": 2, "grouped_linear": 2}
     assert all(entries[f"ops.{op}"] == f"{op}/{versions.get(op, 1)}" for op in OPS if op != "mma")
     assert entries["options.rms_eps"] == model.config.rms_eps and entries["attention_key_tile"] == 64
 
@@ -57,8 +57,8 @@ def test_every_entry_moves_the_fingerprint(model):
 def test_a_mismatch_names_the_entry(model):
     spec = ExecutionSpec.of(model)
     spec.require_same(dataclasses.replace(spec))
-    ops = tuple((op, "linear/2" if op == "linear" else name) for op, name in spec.ops)
-    with pytest.raises(InputError, match=r"^learner and sampler follow .* specs: ops.linear: linear/1 != linear/2$"):
+    ops = tuple((op, "linear/9" if op == "linear" else name) for op, name in spec.ops)
+    with pytest.raises(InputError, match=r"^learner and sampler follow .* specs: ops.linear: linear/2 != linear/9$"):
         spec.require_same(dataclasses.replace(spec, ops=ops))
 
 

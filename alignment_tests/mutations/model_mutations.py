@@ -103,7 +103,7 @@ def bf16_logits(x, weight, out_dtype=torch.bfloat16):
     return y.bfloat16().float() if out_dtype == torch.float32 and x.shape[0] > 8 else y
 
 
-def truncated_rounding(x):
+def truncated_rounding(x, nan):
     return torch.from_numpy((x.view("u4") & 0xFFFF0000).view("f4")).bfloat16()
 
 

@@ -141,3 +141,11 @@ def test_refuses_what_does_not_fit():
         grouped_linear(x, w, plan)
     with pytest.raises(ValueError, match="routing weights"):
         grouped_linear(dispatch.gather(x, plan), w, plan, weights[:3])
+
+
+def test_a_nan_is_what_the_hardware_stores():
+    _, plan, x, w, weights = case()
+    x[3, 7] = torch.nan
+    for scale in (None, weights):
+        y = op.forward(x[:20].repeat(2, 1), w, plan, scale)
+        assert set(y[y != y].view(torch.int16).tolist()) == {0x7FFF} and int((y != y).sum()) == 2 * w.shape[1]

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alignment_tests.bits import assert_bits_equal
+from alignment_tests.mutations import Mutation, assert_caught, patched
 from minitransformer.ops import linear as op
 from minitransformer.ops.linear import linear
 from minitransformer.ops.mma import chain
@@ -76,3 +77,23 @@ def test_refuses_what_does_not_fit():
         linear(x, w, torch.float16)
     with pytest.raises(TypeError, match="BF16"):
         linear(x.float(), w)
+
+
+def nan_is_the_hardwares():
+    x, w = random_operands(3, 32, 5)
+    x[1, 4], w[2, 0] = torch.nan, torch.inf
+    x[2, 0] = 0.0  # times infinity
+    y, acc = op.forward(x, w), op.forward(x, w, torch.float32)
+    nan = acc != acc
+    assert nan[1].all() and nan[2, 2] and int(nan.sum()) == 6
+    assert set(y[nan].view(torch.int16).tolist()) == {0x7FFF}
+    assert set(acc[nan].view(torch.int32).tolist()) == {0x7FFFFFFF}
+
+
+def test_a_nan_is_what_the_hardware_stores():
+    nan_is_the_hardwares()
+
+
+def test_another_nan_is_caught():
+    fault = patched(op, "PRODUCT_NAN", 0x7FC0)
+    assert_caught(Mutation("a quiet NaN as torch rounds it", "a NaN is 0x7fff", fault, nan_is_the_hardwares))

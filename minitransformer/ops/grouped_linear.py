@@ -1,10 +1,11 @@
-"""Execution spec grouped_linear/1: each expert's rows times that expert's weight (gate_up and down).
+"""Execution spec grouped_linear/2: each expert's rows times that expert's weight (gate_up and down).
 
 Rows come in dispatch order (dispatch.py): expert e owns rows offsets[e] .. offsets[e + 1], in token order.
 
     acc[r, n] = chain over k of x[r, k] * W[e(r), n, k]       FP32, from zero (mma.py)
     y[r, n]   = bf16(acc)                                     gate_up
     y[r, n]   = bf16(fl(acc * w[r]))                          down: the routing weight w (FP32), only here
+    a NaN of y becomes 0x7fff, as in linear.py
 
 Backward, straight through the roundings:
     g[r, k]   = chain over n ascending of dY[r, n] * W[e(r), n, k]              FP32
@@ -24,11 +25,11 @@ from minitransformer.errors import UnsupportedDevice
 from minitransformer.ops import cpu, gpu, mxfp8
 from minitransformer.ops.dispatch import Plan
 from minitransformer.ops.jit import jit
-from minitransformer.ops.linear import round_bf16
+from minitransformer.ops.linear import PRODUCT_NAN, round_bf16
 from minitransformer.ops.mma import chain_bits, grouped_chain_bits
 from minitransformer.ops.rounding import bf16_to_f32, lane_sum
 
-SPEC = "grouped_linear/1"
+SPEC = "grouped_linear/2"
 
 
 @jit
@@ -47,10 +48,10 @@ def _row_dots(begin, end, x, g, out):
         out[r] = lane_sum(terms)
 
 
-def _rounded(acc: np.ndarray, scale: np.ndarray | None) -> Tensor:
+def _rounded(acc: np.ndarray, scale: np.ndarray | None, nan: int = 0x7FC0) -> Tensor:
     if scale is not None:
         cpu.parallel(_scale_rows, acc.shape[0], acc, scale, grain=16)
-    return round_bf16(acc)
+    return round_bf16(acc, nan)
 
 
 def _row_weights(weights_TK: Tensor | None, plan: Plan) -> np.ndarray | None:
@@ -66,7 +67,7 @@ def forward(x_RK: Tensor, weight_ENK: Tensor, plan: Plan, weights_TK: Tensor | N
         return gpu.grouped_linear.forward(x_RK, weight_ENK, plan, weights_TK)
     cpu.on_cpu("grouped_linear", x_RK, weight_ENK)
     acc = grouped_chain_bits(cpu.bf16_bits(x_RK), cpu.bf16_bits(weight_ENK), False, _offsets(plan))
-    return _rounded(acc, _row_weights(weights_TK, plan))
+    return _rounded(acc, _row_weights(weights_TK, plan), PRODUCT_NAN)
 
 
 def backward(

@@ -1,6 +1,7 @@
-"""Execution spec linear/1: y = x W^T, for qkv, o, the router gate, dense FFNs and the lm_head.
+"""Execution spec linear/2: y = x W^T, for qkv, o, the router gate, dense FFNs and the lm_head.
 
     y[t, n] = bf16(chain over k of x[t, k] * W[n, k])   x [T, K], W [N, K] BF16, accumulator from zero (mma.py)
+    a NaN becomes 0x7fff, the accumulator's own NaN cut short, as the hardware and its libraries round it
     out_dtype FP32 (the lm_head): the chain's accumulator itself, no rounding
 
 Backward, straight through the roundings; dY is rounded to BF16 first when it arrives in FP32 (nearest even):
@@ -18,20 +19,21 @@ from minitransformer.ops.jit import jit
 from minitransformer.ops.mma import chain_bits
 from minitransformer.ops.rounding import f32_to_bf16
 
-SPEC = "linear/1"
+SPEC = "linear/2"
+PRODUCT_NAN = 0x7FFF
 
 
 @jit
-def _round_rows(begin, end, x, out):
+def _round_rows(begin, end, x, out, nan):
     for m in range(begin, end):
         for n in range(x.shape[1]):
-            out[m, n] = f32_to_bf16(x[m, n])
+            out[m, n] = f32_to_bf16(x[m, n]) if x[m, n] == x[m, n] else nan
 
 
-def round_bf16(x: np.ndarray) -> Tensor:
-    """FP32 [M, N] -> BF16 tensor, nearest even: the one rounding at the end of a product."""
+def round_bf16(x: np.ndarray, nan: int = 0x7FC0) -> Tensor:
+    """FP32 [M, N] -> BF16 tensor, nearest even: the one rounding at the end of a product. nan: the bits of a NaN."""
     out = torch.empty(x.shape, dtype=torch.bfloat16)
-    cpu.parallel(_round_rows, x.shape[0], x, cpu.bf16_bits(out), grain=16)
+    cpu.parallel(_round_rows, x.shape[0], x, cpu.bf16_bits(out), np.uint16(nan), grain=16)
     return out
 
 
@@ -40,7 +42,7 @@ def forward(x_TK: Tensor, weight_NK: Tensor, out_dtype: torch.dtype = torch.bflo
         return gpu.linear.forward(x_TK, weight_NK, out_dtype)
     cpu.on_cpu("linear", x_TK, weight_NK)
     acc = chain_bits(cpu.bf16_bits(x_TK), cpu.bf16_bits(weight_NK), k_major=False)
-    return torch.from_numpy(acc) if out_dtype == torch.float32 else round_bf16(acc)
+    return torch.from_numpy(acc) if out_dtype == torch.float32 else round_bf16(acc, PRODUCT_NAN)
 
 
 def backward(dy_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, need_dx=True, need_dw=True) -> tuple:
