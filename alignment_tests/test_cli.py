@@ -15,7 +15,7 @@ from minitransformer.alignment import align as align_module
 from minitransformer.cli import main, parser
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8, 30, 31], [11]]
-COMMANDS = ("align", "generate", "score", "trace", "compare", "sync", "quantize", "recipes", "describe")
+COMMANDS = ("align", "generate", "score", "trace", "compare", "sync", "quantize", "recipes", "describe", "doctor")
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from minitransformer.commands import align, compare, describe, generate, quantize, recipes, score, sync, trace
+from minitransformer.commands import align, compare, describe, doctor, generate, quantize, recipes, score, sync, trace
 from minitransformer.errors import InputError, UnsupportedDevice
 
-COMMANDS = (align, generate, score, trace, compare, sync, quantize, recipes, describe)
+COMMANDS = (align, generate, score, trace, compare, sync, quantize, recipes, describe, doctor)
 DIFFERS, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 
@@ -69,9 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # torch raises a RuntimeError for memory that it cannot have; every other one is a fault of this program.
         if isinstance(error, RuntimeError) and not re.search("out of memory|allocate memory", str(error)):
             raise
-        print(
-            "error: not enough memory; use fewer or shorter prompts, fewer --stages or a smaller model", file=sys.stderr
-        )
+        from minitransformer.devices import memory_needed
+
+        advice = "use fewer or shorter prompts, fewer --stages or a smaller model"
+        print(f"error: not enough memory: {memory_needed(error)}; {advice}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

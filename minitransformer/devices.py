@@ -3,13 +3,18 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
 from minitransformer.errors import InputError
 
+HOPPER = (9, 0)
+OPERATORS = Path(__file__).resolve().parent / "ops"
 _FOREVER = 1 << 62
+_allowed = False
 
 
 def resolve(name: str | torch.device) -> torch.device:
@@ -30,13 +35,34 @@ def resolve(name: str | torch.device) -> torch.device:
         raise InputError(f"device {str(name)!r}: there are {count} GPUs, cuda:0 to cuda:{count - 1}")
     if find_spec("triton") is None:
         raise InputError(f"device {str(name)!r}: the GPU kernels need Triton; pip install triton")
-    major, minor = torch.cuda.get_device_capability(index)
-    if (major, minor) != (9, 0):
+    found = torch.device("cuda", index)
+    if unverified(found) and not unverified_allowed():
         raise InputError(
-            f"device {str(name)!r}: {torch.cuda.get_device_name(index)} has compute capability {major}.{minor}; the "
-            "spec's accumulator, hopper-k16-f25, is 9.0's (H100, H200); use --device cpu"
+            f"device {str(name)!r}: {unverified(found)}; use --device cpu, or --allow-unverified to run it all the same"
         )
-    return torch.device("cuda", index)
+    return found
+
+
+@lru_cache
+def unverified(device: torch.device) -> str | None:
+    """The sentence that says why a GPU's bits are not known to be the spec's; None for a Hopper GPU and elsewhere."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) == HOPPER:
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return (
+        f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}; the spec's accumulator, "
+        "hopper-k16-f25, is that of 9.0 (H100, H200), and no bits were compared on another GPU"
+    )
+
+
+def allow_unverified(allow: bool = True) -> None:
+    """Whether the operators may run on GPUs other than Hopper. Reports then carry the sentence of `unverified`."""
+    global _allowed
+    _allowed = allow
+
+
+def unverified_allowed() -> bool:
+    return _allowed
 
 
 def free_bytes(device: torch.device) -> int:
@@ -57,12 +83,22 @@ def room_on(device: torch.device, needed: int, what: str) -> Iterator[None]:
         yield
 
 
+def memory_needed(error: BaseException) -> str:
+    """Of an out-of-memory error: how much was asked for, and by which operator, as far as it tells."""
+    asked = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))  # torch's words on a GPU and on a CPU
+    operator, trace = None, error.__traceback__
+    while trace is not None:
+        path = Path(trace.tb_frame.f_code.co_filename)
+        operator = path.stem if OPERATORS in path.parents and path.stem not in ("cpu", "device") else operator
+        trace = trace.tb_next
+    amount = f"{asked[1]} more were needed" if asked else "more was needed than there is"
+    return f"{amount} in {operator}" if operator else amount
+
+
 @contextmanager
 def naming_memory(what: str, advice: str) -> Iterator[None]:
     """Turns a GPU's out-of-memory error into an InputError that says what the memory was for and what to do."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
-        amount = f": {asked[1]} more were needed" if asked else ""
-        raise InputError(f"out of GPU memory in {what}{amount}; {advice}") from None
+        raise InputError(f"out of GPU memory in {what}: {memory_needed(error)}; {advice}") from None

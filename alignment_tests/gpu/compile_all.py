@@ -22,7 +22,16 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from alignment_tests.gpu import backward_cases, quantised_cases
 from alignment_tests.gpu.row_cases import rows
-from minitransformer.ops.gpu import attention, attention_decode, attention_prefill, device, grouped_linear, linear
+from minitransformer.ops.gpu import (
+    attention,
+    attention_decode,
+    attention_prefill,
+    device,
+    grouped_linear,
+    linear,
+    pingpong,
+)
+from minitransformer.ops.gpu.tiles import Tile
 
 HOPPER = GPUTarget("cuda", 90, 32)
 
@@ -55,11 +64,23 @@ class Case:
         return triton.compile(source, target=target, options=options)
 
 
+def _pingpong(name: str, tile: Tile, out: str, turned=False, deep=False, grouped=False, weighted=False) -> Case:
+    blocks = [tile.k, tile.m] if turned else [tile.m, tile.k], [tile.k, tile.n] if deep else [tile.n, tile.k]
+    descs = (f"tensordesc<bf16{b},{gl.NVMMASharedLayout.get_default_for(b, gl.bfloat16)!r}>" for b in blocks)
+    types = (*descs, out, "*i32", "*fp32", "*i64", "i32!", "i32!", "i32", "i32")
+    flags = (*device.STRICT.items(), ("maxnreg", pingpong.REGISTERS))
+    return Case(name, pingpong.pingpong_kernel, types, (tile.stages, turned, deep, grouped, weighted), 4, 1, flags)
+
+
 def _linear() -> Iterator[Case]:
     for tile in linear.CANDIDATES:
         for out in ("*bf16", "*fp32"):
             name, ints = f"linear {out} {tile}", ("i32!", "i32", "i32")
-            if tile.tma:
+            if tile.pingpong:
+                yield _pingpong(name, tile, out)
+                for turned, deep in ((True, True), (False, True)) if out == "*bf16" else ():
+                    yield _pingpong(f"linear {turned} {deep} {tile}", tile, out, turned, deep)
+            elif tile.tma:
                 descs = tuple(f"tensordesc<bf16[{rows}, {tile.k}]>" for rows in (tile.m, tile.n))
                 constants, types = (tile.m, tile.n, tile.k, 132), (*descs, out, *ints)
                 yield Case(name, linear.linear_tma_kernel, types, constants, tile.warps, tile.stages)
@@ -76,6 +97,9 @@ def _grouped_linear() -> Iterator[Case]:
         for weighted in (False, True):
             constants = (tile.m, tile.n, tile.k, tile.swap, True, 128, weighted, 4)
             name = f"grouped_linear {'weighted ' if weighted else ''}{tile}"
+            if tile.pingpong:
+                yield _pingpong(name, tile, "*bf16", grouped=True, weighted=weighted)
+                continue
             yield Case(name, grouped_linear.grouped_kernel, types, constants, tile.warps, tile.stages)
 
 

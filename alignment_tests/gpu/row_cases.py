@@ -10,6 +10,7 @@ from minitransformer.ops.gpu import (
     logprob,
     mxfp8,
     nvfp4,
+    pingpong,
     qkv,
     quantised_linear,
     quantised_rows,
@@ -74,6 +75,7 @@ def _routing() -> Iterator[tuple]:
 
 
 def _rest() -> Iterator[tuple]:
+    yield "schedule", pingpong.schedule_kernel, ("*i64", "*i32", "i32!", "i32!"), (128, 128)
     for rows in (2, 8):
         yield f"swiglu {rows}", swiglu.swiglu_kernel, ("*bf16", "*bf16", "i32!", "i32"), (rows, 256)
         types = ("*fp32", "*bf16", "*fp32", "i32!", "i32")

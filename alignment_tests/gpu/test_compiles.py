@@ -36,7 +36,7 @@ ROWS = {
     "rms_norm": {"div.rn.f32", "sqrt.rn.f32"}, "rope": set(), "router": EXP, "qkv": {"div.rn.f32", "sqrt.rn.f32"},
     "plan": set(), "combine": set(),
     "nvfp4": {"div.rn.f32", "min.f32"}, "mxfp8": set(), "refuse": set(),
-    "quantised_rows": EXP | {"min.f32"},
+    "quantised_rows": EXP | {"min.f32"}, "schedule": set(),
     "combine_weighted": {"fma.rn.f32"}, "copy": set(), "spread": set(), "embedding": set(), "swiglu": EXP,
     "logprob": EXP | {"cvt.rn.f32"},
     "backward": {"div.rn.f32", "cvt.f64.f32", "add.rn.f64", "mul.rn.f64", "fma.rn.f64"},

@@ -45,7 +45,8 @@ def best(times: dict) -> tuple[str, float]:
     return min(right.items(), key=lambda item: item[1]) if right else ("none", float("inf"))
 
 
-def dense(rows=ROWS) -> Iterator[dict]:
+def dense(rows=ROWS, every=False) -> Iterator[dict]:
+    """every: the time of every schedule too, and not of the chosen kernel alone."""
     from gpu_bench.fixed_tile import fixed_tile
 
     for name, N, K in SHAPES:
@@ -59,7 +60,7 @@ def dense(rows=ROWS) -> Iterator[dict]:
             sample = torch.randperm(M)[:3]
             want = linear.forward(x[sample].cpu(), weights[0].cpu())
             wrong = differing(got[sample].cpu(), want)
-            tiles = [t for t in gpu.linear.CANDIDATES if gpu.linear.fits(t, M, K)]
+            tiles = [t for t in gpu.linear.CANDIDATES if every and gpu.linear.fits(t, M, N, K)]
             times = schedules(
                 tiles,
                 lambda tile, x=x, w=weights[0]: gpu.linear.forward(x, w, BF16, tile),
@@ -72,7 +73,8 @@ def dense(rows=ROWS) -> Iterator[dict]:
             yield {
                 "op": "linear", "shape": name, "M": M, "N": N, "K": K, "wrong": wrong, "ms": ours, "torch_ms": theirs,
                 "torch_differs": differing(torch.mm(x, weights[0].t()), got), "fixed_ms": fixed,
-                "fixed_differs": differing(fixed_tile(x, weights[0]), got), "best": best(times), "schedules": times,
+                "fixed_differs": differing(fixed_tile(x, weights[0]), got),
+                **({"best": best(times), "schedules": times} if every else {}),
                 "tflops": 2e-9 * M * N * K / ours, "tb_s": 2e-9 * (M * K + N * K + M * N) / ours,
             }  # fmt: skip
         del weights
@@ -98,7 +100,7 @@ def _sample_experts(x, w, plan, weights, rows_each=2) -> tuple[torch.Tensor, tor
     return rows, grouped_linear.forward(x[rows].cpu(), w[experts].cpu(), small, scale)
 
 
-def grouped(tokens=TOKENS) -> Iterator[dict]:
+def grouped(tokens=TOKENS, every=False) -> Iterator[dict]:
     for name, N, K in (("fc1", 1536, 2048), ("fc2", 2048, 768)):
         w = torch.randn(EXPERTS, N, K, device="cuda", dtype=BF16) * K**-0.5
         for T in tokens:
@@ -113,7 +115,7 @@ def grouped(tokens=TOKENS) -> Iterator[dict]:
             def ours(tile=None, x=x, w=w, scale=scale, plans=plans):
                 return [lambda p=p: gpu.grouped_linear.forward(x, w, p, scale, tile) for _, p in plans]
 
-            tiles = [t for t in gpu.grouped_linear.CANDIDATES if gpu.grouped_linear.fits(t, R, EXPERTS)]
+            tiles = [t for t in gpu.grouped_linear.CANDIDATES if every and gpu.grouped_linear.fits(t, R, EXPERTS)]
             times = schedules(tiles, lambda tile, ours=ours: ours(tile)[0](), got, ours)
             theirs = [lambda o=o, x=x, w=w: torch._grouped_mm(x, w.transpose(1, 2), offs=o) for o in ends]
             ms, used = median_ms(ours()), sum(b > a for a, b in zip(host.offsets, host.offsets[1:], strict=False))
@@ -122,7 +124,7 @@ def grouped(tokens=TOKENS) -> Iterator[dict]:
                 "op": "grouped_linear", "shape": name, "M": T, "N": N, "K": K,
                 "wrong": differing(got[rows].cpu(), want), "ms": ms,
                 "torch_ms": median_ms(theirs), "torch_differs": differing(theirs[0](), plain),
-                "best": best(times), "schedules": times, "tflops": 2e-9 * R * N * K / ms,
+                **({"best": best(times), "schedules": times} if every else {}), "tflops": 2e-9 * R * N * K / ms,
                 "tb_s": 2e-9 * (R * K + used * N * K + R * N) / ms,
             }  # fmt: skip
         del w

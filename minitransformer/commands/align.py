@@ -49,7 +49,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     common.check_output(args.json, [args.prompts, args.model])
     common.sampling_params(args, 1)  # a bad parameter is told before a model is loaded
-    learner_device = args.learner_device and common.device(args.learner_device)
+    learner_device = args.learner_device and common.device(args.learner_device, args)
     if args.sampler is not None:
         return align_sglang.run(args, learner_device)
     align_sglang.refuse_without(args)
@@ -112,6 +112,8 @@ def _header(args: argparse.Namespace, model: Any, found: "Alignment") -> list[st
 
 def header(args: argparse.Namespace, model: Any, found: "Alignment", how: str, devices: str = "") -> list[str]:
     """how: the sampler works, in words."""
+    from minitransformer.devices import unverified
+
     config, completions = model.config, found.completions
     tokens = sum(len(c.token_ids) for c in completions)
     cached, again = sum(c.cached_tokens for c in completions), sum(c.preemptions for c in completions)
@@ -124,6 +126,8 @@ def header(args: argparse.Namespace, model: Any, found: "Alignment", how: str, d
         f"         {cached} prompt tokens from the prefix cache, {again} preemptions; {found.seconds['sampler']:.1f} s",
         f"learner  one packed pass over {fed} tokens; {found.seconds['learner']:.1f} s",
     ]
+    if unverified(model.device):
+        lines.append(f"UNVERIFIED: {unverified(model.device)}")
     for completion in completions[:SHOWN_COMPLETIONS]:
         prompt = common.one_line(completion.prompt_ids, model, 44, end=True)
         lines.append(f"  r{completion.request_id}  {prompt} -> {common.one_line(completion.token_ids, model, 44)}")
@@ -152,10 +156,13 @@ def _verdict(found: "Alignment") -> str:
 
 
 def to_json(args: argparse.Namespace, model: Any, found: "Alignment") -> dict[str, Any]:
+    from minitransformer.devices import unverified
+
     options = {key: value for key, value in vars(args).items() if key not in ("run", "json", "full", "own_options")}
     contrast = {"not_run": found.contrast} if isinstance(found.contrast, str) else asdict(found.contrast)
     return {
         "equal": found.equal,
+        "unverified": unverified(model.device),
         "options": options,
         "fingerprint": found.fingerprint,
         "spec": model.spec.entries(),

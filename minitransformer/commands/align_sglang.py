@@ -93,7 +93,7 @@ def _client(args: argparse.Namespace) -> "Iterator[Client]":
     from minitransformer.plugins.sglang.plugin import sglang_version
 
     sglang_version()
-    cpu = common.device(args.device).type == "cpu"
+    cpu = common.device(args.device, args).type == "cpu"
     arguments = [] if args.stock else ["--enable-return-routed-experts"]
     arguments += ["--attention-backend", "torch_native"] if args.stock and cpu else []  # its others need a GPU
     if args.recipe is not None and not args.stock:

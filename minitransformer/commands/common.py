@@ -46,6 +46,12 @@ def add_device(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--device", default="cpu", metavar="DEVICE", help="cpu, cuda or cuda:N (default cpu); no bit depends on it"
     )
+    add_allow_unverified(command)
+
+
+def add_allow_unverified(command: argparse.ArgumentParser) -> None:
+    why = "run on a GPU that is no Hopper too, where no bits were compared; the report says so"
+    command.add_argument("--allow-unverified", action="store_true", help=why)
 
 
 def add_json(command: argparse.ArgumentParser, what: str) -> None:
@@ -115,10 +121,15 @@ def sampler_options(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names} | switches
 
 
-def device(name: str) -> "torch.device":
-    from minitransformer.devices import resolve
+def device(name: str, args: argparse.Namespace) -> "torch.device":
+    """Of this name; a GPU that --allow-unverified let in is told on stderr, also where stdout is for a program."""
+    from minitransformer.devices import allow_unverified, resolve, unverified
 
-    return resolve(name)
+    allow_unverified(args.allow_unverified)
+    found = resolve(name)
+    if unverified(found):
+        print(f"warning: unverified: {unverified(found)}", file=sys.stderr)
+    return found
 
 
 def load_model(args: argparse.Namespace, on: "torch.device | None" = None) -> "Qwen3MoeForCausalLM":
@@ -129,7 +140,7 @@ def load_model(args: argparse.Namespace, on: "torch.device | None" = None) -> "Q
     overrides = read_overrides(args.layers)
     if overrides and base is None:
         raise InputError("--layers needs --recipe: the recipe of all other layers")
-    on = on or device(args.device)
+    on = on or device(args.device, args)
     from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
 
     with progress() as show:

@@ -1,4 +1,4 @@
-"""grouped_linear/1 on Hopper: each expert's rows times that expert's weight (ops/grouped_linear.py has the spec)."""
+"""grouped_linear/2 on Hopper: each expert's rows times that expert's weight (ops/grouped_linear.py has the spec)."""
 
 import torch
 import triton
@@ -6,8 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from minitransformer.ops.dispatch import Plan
-from minitransformer.ops.gpu import device
-from minitransformer.ops.gpu.tiles import Tile, chain_tile, tile_of, to_bf16
+from minitransformer.ops.gpu import choice, device, library, pingpong
+from minitransformer.ops.gpu.tiles import Tile, chain_tile, tile_of
+from minitransformer.tuning.table import Product
 
 
 @triton.jit
@@ -47,16 +48,17 @@ def grouped_kernel(
         at, inside = x_rows[None, :] * N + cols[:, None], (rows[None, :] < end) & (cols[:, None] < N)
     else:
         at, inside = x_rows[:, None] * N + cols[None, :], (rows[:, None] < end) & (cols[None, :] < N)
-    tl.store(y_ptr + at, to_bf16(acc), mask=inside)
+    tl.store(y_ptr + at, acc.to(tl.bfloat16), mask=inside)  # a NaN is 0x7fff, the hardware's
 
 
 CANDIDATES = (
-    Tile(16, 64, 128, 4, 4), Tile(16, 128, 64, 4, 5), Tile(16, 128, 128, 4, 4), Tile(16, 256, 64, 8, 4),
-    Tile(16, 64, 128, 4, 5, swap=True), Tile(16, 128, 64, 4, 5, swap=True), Tile(16, 128, 128, 4, 4, swap=True),
-    Tile(32, 128, 64, 4, 5), Tile(32, 128, 128, 4, 4, swap=True), Tile(32, 64, 128, 4, 4, swap=True),
-    Tile(64, 64, 128, 4, 4), Tile(64, 128, 64, 4, 4), Tile(64, 256, 64, 8, 4), Tile(64, 128, 64, 4, 4, swap=True),
-    Tile(128, 128, 64, 8, 4), Tile(128, 128, 64, 4, 4), Tile(128, 256, 64, 8, 3),
+    Tile(16, 128, 64, 4, 5), Tile(16, 128, 128, 4, 4), Tile(16, 64, 128, 4, 5, swap=True),
+    Tile(16, 128, 64, 4, 5, swap=True), Tile(16, 128, 128, 4, 4, swap=True), Tile(32, 128, 64, 4, 5),
+    Tile(64, 128, 64, 4, 4), Tile(64, 256, 64, 8, 4), Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 3),
+    Tile(64, 128, 64, 4, 6, pingpong=True), Tile(64, 256, 64, 4, 5, pingpong=True),
+    Tile(128, 128, 64, 4, 6, pingpong=True), Tile(128, 128, 128, 4, 3, pingpong=True),
 )  # fmt: skip
+REFERENCE = CANDIDATES[0]  # plain loads, which take any K: what other candidates are compared with
 
 
 def fits(tile: Tile, rows: int, experts: int) -> bool:
@@ -65,19 +67,24 @@ def fits(tile: Tile, rows: int, experts: int) -> bool:
 
 
 def choose(rows: int, experts: int, N: int) -> Tile:
-    """The schedule for a shape; every choice gives the same bits."""
+    """The schedule for a shape; every choice gives the same bits. Where the table has a row, that decides instead."""
     average = rows / experts
-    if average <= 24:
-        return Tile(16, 128, 128, 4, 4, swap=True)
-    if average <= 96:
+    if average <= 8:
+        return Tile(16, 128, 64, 4, 5, swap=True)
+    if average <= 32:
+        return Tile(32, 128, 64, 4, 5)
+    if average <= 64 or N < 256:
         return Tile(64, 128, 64, 4, 4)
-    return Tile(128, 128, 64, 8, 4)
+    return Tile(128, 256, 64, 8, 3)
 
 
 def forward(
     x_RK: Tensor, weight_ENK: Tensor, plan: Plan, weights_TK: Tensor | None = None, tile: Tile | None = None
 ) -> Tensor:
-    """x [R, K], W [E, N, K] BF16 and a plan on one Hopper GPU -> [R, N] BF16, scaled by routing weights if given."""
+    """x [R, K], W [E, N, K] BF16 and a plan on one Hopper GPU -> [R, N] BF16, scaled by routing weights if given.
+
+    tile: a schedule instead of the table's (choice.py) or, without a row there, of `choose`.
+    """
     home = x_RK.device
     x, w = device.take("grouped_linear", home, torch.bfloat16, x_RK, weight_ENK)
     order, bounds = device.take("grouped_linear", home, torch.int64, plan.order_R, plan.bounds_E1)
@@ -86,7 +93,15 @@ def forward(
     y = torch.empty(R, N, dtype=torch.bfloat16, device=home)
     if y.numel() == 0:
         return y
+    if tile is None:
+        found = choice.of(home, Product(f"grouped_linear{'' if weights_TK is None else ' weighted'}", E, N, K), R)
+        if found.library is not None and library.aligned(x, w):
+            return library.GROUPED[found.library](x, w.transpose(1, 2), bounds)
+        tile = choice.tile(found, x, w)
     tile = tile or choose(R, E, N)
+    if tile.pingpong and K % 8 == 0 and x.data_ptr() % 16 == 0 and w.data_ptr() % 16 == 0:
+        pingpong.grouped(x, w, y, bounds, None if weights_TK is None else scale, order, tile)
+        return y
     # Every expert may end with a tile that is not full; the programs past the last tile return at once.
     tiles_m = (R + min(E, R) * (tile.m - 1)) // tile.m
     with torch.cuda.device(home):

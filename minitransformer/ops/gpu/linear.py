@@ -1,4 +1,4 @@
-"""linear/1 on Hopper: y = x W^T by the tensor-core chain (ops/linear.py has the spec)."""
+"""linear/2 on Hopper: y = x W^T by the tensor-core chain (ops/linear.py has the spec)."""
 
 import torch
 import triton
@@ -6,8 +6,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from minitransformer.ops.gpu import device
-from minitransformer.ops.gpu.tiles import Tile, chain_tile, tile_of, to_bf16
+from minitransformer.ops.gpu import choice, device, library, pingpong
+from minitransformer.ops.gpu.tiles import Tile, chain_tile, tile_of
+from minitransformer.tuning.table import Product
 
 
 @triton.jit
@@ -18,7 +19,7 @@ def _store(y_ptr, acc, rows, cols, M, N, SWAP: tl.constexpr):
     else:
         at, inside = rows[:, None].to(tl.int64) * N + cols[None, :], (rows[:, None] < M) & (cols[None, :] < N)
     if y_ptr.dtype.element_ty == tl.bfloat16:
-        tl.store(y_ptr + at, to_bf16(acc), mask=inside)
+        tl.store(y_ptr + at, acc.to(tl.bfloat16), mask=inside)  # a NaN is 0x7fff, the hardware's
     else:
         tl.store(y_ptr + at, acc, mask=inside)
 
@@ -63,21 +64,25 @@ def linear_tma_kernel(
 
 # Few tokens: the weight streams through once, so many narrow tiles. Many: large tiles and the copy engine.
 CANDIDATES = (
-    Tile(16, 32, 256, 4, 4), Tile(16, 64, 128, 4, 5), Tile(16, 128, 128, 4, 4),
-    Tile(16, 64, 128, 4, 5, swap=True), Tile(16, 128, 128, 4, 4, swap=True), Tile(16, 64, 256, 4, 3, swap=True),
-    Tile(32, 64, 128, 4, 5, swap=True), Tile(32, 128, 128, 4, 4, swap=True), Tile(64, 64, 128, 4, 4, swap=True),
-    Tile(64, 32, 128, 4, 4), Tile(64, 64, 64, 4, 6), Tile(64, 128, 64, 4, 4), Tile(128, 64, 64, 4, 4),
-    Tile(128, 128, 64, 8, 4),
-    Tile(64, 128, 64, 4, 5, tma=True), Tile(64, 256, 64, 4, 4, tma=True), Tile(128, 128, 64, 4, 4, tma=True),
-    Tile(128, 128, 64, 8, 4, tma=True), Tile(128, 256, 64, 8, 3, tma=True), Tile(256, 128, 64, 8, 3, tma=True),
+    Tile(16, 16, 256, 4, 5), Tile(16, 16, 512, 4, 3), Tile(16, 32, 256, 4, 4), Tile(16, 64, 128, 4, 5),
+    Tile(16, 128, 128, 4, 4), Tile(16, 64, 128, 4, 5, swap=True), Tile(16, 128, 128, 4, 4, swap=True),
+    Tile(32, 64, 128, 4, 5, swap=True), Tile(64, 32, 128, 4, 4), Tile(64, 64, 64, 4, 6),
+    Tile(16, 32, 256, 4, 4, tma=True), Tile(64, 16, 256, 4, 4, tma=True), Tile(64, 32, 128, 4, 6, tma=True),
+    Tile(64, 64, 128, 4, 4, tma=True), Tile(64, 128, 64, 4, 5, tma=True), Tile(64, 256, 64, 4, 4, tma=True),
+    Tile(128, 64, 64, 4, 6, tma=True), Tile(128, 128, 64, 4, 4, tma=True), Tile(128, 128, 64, 8, 4, tma=True),
+    Tile(128, 256, 64, 8, 3, tma=True), Tile(256, 128, 64, 8, 3, tma=True),
+    Tile(64, 128, 64, 4, 8, pingpong=True), Tile(64, 256, 64, 4, 5, pingpong=True),
+    Tile(128, 128, 64, 4, 6, pingpong=True), Tile(128, 128, 128, 4, 3, pingpong=True),
 )  # fmt: skip
+REFERENCE = Tile(64, 64, 64, 4, 6)  # plain loads, which take any K: what other candidates are compared with
 
 
-def fits(tile: Tile, M: int, K: int) -> bool:
-    """Whether a tile is worth a try for M rows (not mostly padding), and allowed (the copy engine's 16-byte rows)."""
-    if tile.tma and K % 8:
+def fits(tile: Tile, M: int, N: int, K: int) -> bool:
+    """Whether a tile is worth a try (no padding for the most part, no crowd of small ones), and the engine reads K."""
+    if (tile.tma or tile.pingpong) and K % 8:
         return False
-    return tile.m <= max(16, 2 * M) and M <= 128 * tile.m
+    tiles = -(-M // tile.m) * -(-N // tile.n)
+    return tile.m <= max(16, 2 * M) and (tiles <= 1200 or tile.m * tile.n >= 8192 or M <= tile.m)
 
 
 # Measured on an H200 at the widths of Qwen3-30B-A3B. ONE_WAVE: the smallest tile that every multiprocessor takes at
@@ -119,15 +124,26 @@ def choose(M: int, N: int, K: int, programs: int) -> Tile:
 def forward(
     x_TK: Tensor, weight_NK: Tensor, out_dtype: torch.dtype = torch.bfloat16, tile: Tile | None = None
 ) -> Tensor:
-    """x [T, K], W [N, K] BF16 on one Hopper GPU -> [T, N] BF16 or FP32. tile: a schedule instead of the chosen one."""
+    """x [T, K], W [N, K] BF16 on one Hopper GPU -> [T, N] BF16 or FP32. tile: a schedule instead of the chosen one.
+
+    Without one, the table's (choice.py): a tile, or a library where it was proven; else `choose`.
+    """
     home = x_TK.device
     x, w = device.take("linear", home, torch.bfloat16, x_TK, weight_NK)
     (M, K), N = x.shape, w.shape[0]
-    y = torch.empty(M, N, dtype=out_dtype, device=home)
-    if y.numel() == 0:
-        return y
+    if M * N == 0:
+        return torch.empty(M, N, dtype=out_dtype, device=home)
+    if tile is None:
+        found = choice.of(home, Product("linear", 1, N, K, library.NAMES[out_dtype]), M)
+        if found.library is not None and library.aligned(x, w):
+            return library.DENSE[found.library](x, w.t(), out_dtype)
+        tile = choice.tile(found, x, w)
     programs = device.multiprocessors(home)
     tile = tile or choose(M, N, K, programs)
+    y = torch.empty(M, N, dtype=out_dtype, device=home)
+    if tile.pingpong:
+        pingpong.product(x, w, y, tile)
+        return y
     count = triton.cdiv(M, tile.m) * triton.cdiv(N, tile.n)
     options = {"num_warps": tile.warps, "num_stages": tile.stages, **device.STRICT}
     with torch.cuda.device(home):

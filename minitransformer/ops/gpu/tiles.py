@@ -13,8 +13,9 @@ import triton.language as tl
 class Tile(NamedTuple):
     """A schedule: rows x columns x depth of a tile, warps, stages of the load pipeline; moves no bit.
 
-    swap  the weight is the operand with 64 rows and the tokens the narrow one: wgmma for few tokens
-    tma   loads by the bulk copy engine, in a persistent grid
+    swap      the weight is the operand with 64 rows and the tokens the narrow one: wgmma for few tokens
+    tma       loads by the bulk copy engine, in a persistent grid
+    pingpong  the kernel of pingpong.py: one warp loads, two groups of four take turns
     """
 
     m: int
@@ -24,6 +25,7 @@ class Tile(NamedTuple):
     stages: int
     swap: bool = False
     tma: bool = False
+    pingpong: bool = False
 
 
 @triton.jit

@@ -1,0 +1,41 @@
+"""What draws and tabulates the benchmarks reads the results that are committed, and names a line that is none."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+RESULTS = sorted((BENCHMARKS / "results").glob("*gpu_ops.jsonl"))
+
+
+def module(name: str):
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+def test_the_committed_results_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    plot = module("plot")
+    plot.main([*map(str, RESULTS), "--out", str(tmp_path)])
+    assert {"dense.svg", "dense_fixed.svg", "grouped.svg"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_a_ratio_is_their_time_over_ours(tmp_path):
+    row = {"bench": "dense", "shape": "qkv", "M": 8, "ms": 2.0, "torch_ms": 3.0, "fixed_ms": 5.0}
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps(row) + "\n" + json.dumps(row | {"torch_ms": 4.0}) + "\n")
+    assert module("plot").read([file]) == {"dense": {"qkv": {8: 2.0}}, "dense_fixed": {"qkv": {8: 2.5}}}
+    file.write_text(json.dumps(row) + "\n{}\n")
+    with pytest.raises(ValueError, match="a.jsonl:2: not a row"):
+        module("plot").read([file])
+
+
+def test_the_floors_of_a_table():
+    tables = module("tables")
+    row = {"shape": "qkv", "M": 8, "ms": 0.01, "torch_ms": 0.009, "tb_s": 2.15, "tflops": 79.0}
+    assert tables.floors(row) == pytest.approx((0.005, 0.001))
+    assert tables.table([row])[-1] == "| qkv | 8 | 0.0100 | 0.0050 | 0.0010 | 2.00 | 0.0090 | 0.90 |"

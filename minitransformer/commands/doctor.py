@@ -1,0 +1,69 @@
+"""What this machine can run with the spec's bits, what it can't, and why.
+
+Compares the CPU's matrix product with its definition, compiles a kernel for Hopper, and on a GPU holds every choice of
+the table (which schedule or library for which shape) to the CPU's bits on fresh operands. --tune proves and times all
+candidates and keeps the fastest in a table of this machine's own.
+Exit status 0 if whatever this machine can run has the spec's bits, 1 if something has not, 2 for bad input. A machine
+without a GPU, or with one that is no Hopper, is no failure: the CPU runs everything.
+
+Example:
+  minitransformer doctor
+  minitransformer doctor --tune --seconds 120
+"""
+
+import argparse
+
+from minitransformer.commands import common
+from minitransformer.errors import InputError
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--tune", action="store_true", help="prove, time and choose; writes the user's table")
+    command.add_argument("--rows", type=int, nargs="+", metavar="M", help="of --tune: numbers of tokens (1 to 16384)")
+    command.add_argument("--seconds", type=float, default=300, metavar="S", help="of --tune: begin nothing later (300)")
+    command.add_argument("--seed", type=int, metavar="S", help="of the operands (default: a new one each time)")
+    command.add_argument("--table", action="store_true", help="show the table's rows, not the checks alone")
+    common.add_allow_unverified(command)
+    common.add_json(command, "the checks")
+
+
+def run(args: argparse.Namespace) -> int:
+    common.check_output(args.json)
+    if args.rows is not None and min(args.rows) < 1:
+        raise InputError(f"--rows {min(args.rows)}: must be at least 1")
+    from minitransformer.devices import allow_unverified
+    from minitransformer.tuning import checks
+
+    allow_unverified(args.allow_unverified)
+    seed = checks.fresh_seed() if args.seed is None else args.seed
+    if args.tune:
+        _tune(args, seed)
+    found = []
+    for check in checks.run(seed, print if args.table else lambda line: None):
+        print(f"{check.state:8} {check.name}: {check.text}", flush=True)
+        found.append(check)
+    failed = sum(check.state == "failed" for check in found)
+    print(f"{failed} of {len(found)} checks failed" if failed else "what this machine can run has the spec's bits")
+    common.write_json(args.json, {"seed": seed, "checks": [vars(check) for check in found]})
+    return 1 if failed else 0
+
+
+def _tune(args: argparse.Namespace, seed: int) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise InputError("--tune needs an NVIDIA GPU; this machine has none that torch can use")
+    from minitransformer.ops.gpu import choice
+    from minitransformer.tuning import table, tune
+
+    made = tune.tune(torch.device("cuda", 0), rows=args.rows or tune.ROWS, seed=seed, seconds=args.seconds)
+    path = table.user_path()
+    try:
+        before = table.read(path) if path.exists() else None
+    except InputError as error:
+        print(f"{error}; it is replaced")
+        before = None
+    kept = before is not None and (before.machine, before.spec) == (made.machine, made.spec)
+    (before.updated(made) if kept else made).write(path)
+    choice.forget()
+    print(f"wrote {path}: {len(made.rows)} rows")

@@ -1,0 +1,220 @@
+"""A persistent product for many rows: a warp loads by the copy engine, two groups of four warps take turns at tiles.
+
+While one group writes its tile, the other keeps the tensor core busy, so the end of a tile costs nothing. The chain is
+the same as everywhere: k ascends, one group owns an output. Serves linear (one group of rows) and grouped_linear.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from minitransformer.ops.gpu import device
+from minitransformer.ops.gpu.tiles import Tile
+
+# Of each thread at the launch: 12 warps share the register file; the consumers then take what the loading warp leaves.
+REGISTERS = 168
+GROUP = gl.constexpr(8)
+SCHEDULE = gl.constexpr(3)  # of each tile of rows: its expert, its first row, the end of the expert's rows
+
+
+@gluon.jit
+def _place(
+    tile, tiles_m, tiles_n, M, N, schedule_ptr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, GROUPED: gl.constexpr
+):
+    """(first row, end of the rows, first column, expert) of a tile, GROUP tile rows at a time."""
+    wide = GROUP * tiles_n
+    first = tile // wide * GROUP
+    rows = min(tiles_m - first, GROUP)
+    i, j = first + tile % wide % rows, tile % wide // rows
+    if GROUPED:
+        at = schedule_ptr + i * SCHEDULE
+        return gl.load(at + 1), gl.load(at + 2), j * TILE_N, gl.load(at)
+    else:
+        return i * TILE_M, M, j * TILE_N, 0
+
+
+@gluon.jit
+def _produce(
+    x_desc, w_desc, ring, sizes, schedule_ptr, TURNED: gl.constexpr, DEEP: gl.constexpr, GROUPED: gl.constexpr
+):
+    x_bufs, w_bufs, full, empty, turns = ring
+    tiles, tiles_m, tiles_n, M, N, K = sizes
+    STAGES: gl.constexpr = x_bufs.shape[0]
+    TILE_M: gl.constexpr = x_bufs.shape[2 if TURNED else 1]
+    TILE_N: gl.constexpr = w_bufs.shape[2 if DEEP else 1]
+    DEPTH: gl.constexpr = x_bufs.shape[1 if TURNED else 2]
+    step = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        row, _, column, expert = _place(tile, tiles_m, tiles_n, M, N, schedule_ptr, TILE_M, TILE_N, GROUPED)
+        for k0 in range(0, K, DEPTH):
+            slot = step % STAGES
+            mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
+            mbarrier.expect(full.index(slot), x_desc.block_type.nbytes + w_desc.block_type.nbytes)
+            if TURNED:
+                tma.async_copy_global_to_shared(x_desc, [k0, row], full.index(slot), x_bufs.index(slot))
+            else:
+                tma.async_copy_global_to_shared(x_desc, [row, k0], full.index(slot), x_bufs.index(slot))
+            if DEEP:
+                at = [expert * K + k0, column]
+            else:
+                at = [expert * N + column, k0]
+            tma.async_copy_global_to_shared(w_desc, at, full.index(slot), w_bufs.index(slot))
+            step += 1
+
+
+@gluon.jit
+def _consume(
+    which, ring, sizes, y_ptr, schedule_ptr, weights_ptr, order_ptr, TURNED: gl.constexpr, DEEP: gl.constexpr,
+    GROUPED: gl.constexpr, WEIGHTED: gl.constexpr,
+):  # fmt: skip
+    """Tiles number which, which + 2, ... of this program.
+
+    A group waits for its turn before its first step of a tile: a barrier's parity tells a phase from the next alone, so
+    a group that waited for steps more than one round of the ring ahead would pass at once.
+    """
+    x_bufs, w_bufs, full, empty, turns = ring
+    tiles, tiles_m, tiles_n, M, N, K = sizes
+    STAGES: gl.constexpr = x_bufs.shape[0]
+    TILE_M: gl.constexpr = x_bufs.shape[2 if TURNED else 1]
+    TILE_N: gl.constexpr = w_bufs.shape[2 if DEEP else 1]
+    DEPTH: gl.constexpr = x_bufs.shape[1 if TURNED else 2]
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_N, 16]
+    )
+    steps = gl.cdiv(K, DEPTH)
+    number, round_ = which, 0
+    for tile in range(gl.program_id(0) + which * gl.num_programs(0), tiles, 2 * gl.num_programs(0)):
+        acc = gl.zeros((TILE_M, TILE_N), gl.float32, layout)
+        mbarrier.wait(turns.index(which), (round_ & 1) ^ (1 - which))  # group 0's first turn is free
+        for s in range(steps):
+            step = number * steps + s
+            slot = step % STAGES
+            mbarrier.wait(full.index(slot), step // STAGES & 1)
+            x, w = x_bufs.index(slot), w_bufs.index(slot)
+            if TURNED:
+                x = x.permute((1, 0))
+            if not DEEP:
+                w = w.permute((1, 0))
+            acc = warpgroup_mma(x, w, acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=s > 0)
+        mbarrier.arrive(turns.index(1 - which))
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index((number * steps + steps - 1) % STAGES))
+        number += 2
+        round_ += 1
+        row, end, column, _ = _place(tile, tiles_m, tiles_n, M, N, schedule_ptr, TILE_M, TILE_N, GROUPED)
+        rows = row + gl.arange(0, TILE_M, gl.SliceLayout(1, layout))
+        columns = column + gl.arange(0, TILE_N, gl.SliceLayout(0, layout))
+        if WEIGHTED:
+            slots = gl.load(order_ptr + rows, mask=rows < end, other=0)
+            acc = acc * gl.load(weights_ptr + slots)[:, None]  # fl: the routing weight in FP32
+        at, inside = rows[:, None].to(gl.int64) * N + columns[None, :], (rows < end)[:, None] & (columns < N)[None, :]
+        gl.store(y_ptr + at, acc.to(y_ptr.dtype.element_ty), mask=inside)  # BF16: a NaN is 0x7fff, the hardware's
+
+
+@gluon.jit(do_not_specialize=["tiles_m", "M"])
+def pingpong_kernel(
+    x_desc, w_desc, y_ptr, schedule_ptr, weights_ptr, order_ptr, tiles_m, M, N, K,
+    STAGES: gl.constexpr, TURNED: gl.constexpr, DEEP: gl.constexpr, GROUPED: gl.constexpr, WEIGHTED: gl.constexpr,
+):  # fmt: skip
+    """y [M, N] BF16 or FP32 = x [M, K], or [K, M] if TURNED, times w [N, K] transposed, or w [K, N] if DEEP.
+
+    Grouped: w has the experts' matrices one below the other, and the schedule says which rows are whose; tiles_m is
+    where it says how many tiles of rows there are.
+    """
+    tiles_n = gl.cdiv(N, w_desc.block_type.shape[1 if DEEP else 0])
+    if GROUPED:
+        tiles_m = gl.load(schedule_ptr + tiles_m * SCHEDULE)
+    x_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES] + x_desc.block_type.shape, x_desc.layout)
+    w_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES] + w_desc.block_type.shape, w_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=1)
+    for group in gl.static_range(2):
+        mbarrier.init(turns.index(group), count=1)
+    ring = (x_bufs, w_bufs, full, empty, turns)
+    sizes = (tiles_m * tiles_n, tiles_m, tiles_n, M, N, K)
+    gl.warp_specialize(
+        [
+            (_consume, (0, ring, sizes, y_ptr, schedule_ptr, weights_ptr, order_ptr, TURNED, DEEP, GROUPED, WEIGHTED)),
+            (_consume, (1, ring, sizes, y_ptr, schedule_ptr, weights_ptr, order_ptr, TURNED, DEEP, GROUPED, WEIGHTED)),
+            (_produce, (x_desc, w_desc, ring, sizes, schedule_ptr, TURNED, DEEP, GROUPED)),
+        ],
+        [4, 1],
+        [232, 40],
+    )
+
+
+@triton.jit
+def schedule_kernel(offsets_ptr, schedule_ptr, experts, bound, TILE_M: tl.constexpr, PADDED: tl.constexpr):
+    """Program e writes expert e's tiles of rows after those of the experts before it; the last cell says how many."""
+    e, mine = tl.arange(0, PADDED), tl.program_id(0)
+    begin = tl.load(offsets_ptr + e, mask=e < experts, other=0).to(tl.int32)
+    end = tl.load(offsets_ptr + e + 1, mask=e < experts, other=0).to(tl.int32)
+    tiles = (end - begin + TILE_M - 1) // TILE_M
+    if mine == 0:
+        tl.store(schedule_ptr + bound * 3, tl.sum(tiles, 0))
+    at = tl.sum(tl.where(e < mine, tiles, 0), 0)
+    begin, end = tl.sum(tl.where(e == mine, begin, 0), 0), tl.sum(tl.where(e == mine, end, 0), 0)
+    for first in range(begin, end, TILE_M):
+        cell = schedule_ptr + (at + (first - begin) // TILE_M) * 3
+        tl.store(cell, mine)
+        tl.store(cell + 1, first)
+        tl.store(cell + 2, end)
+
+
+def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
+    return TensorDescriptor.from_tensor(x, [rows, columns], layout)
+
+
+def _launch(x, w, y, tile: Tile, tiles_m: int, most: int, turned=False, deep=False, experts=(), weights=None) -> None:
+    """experts: (schedule, order) where the product is grouped."""
+    (M, N), K = y.shape, x.shape[0 if turned else 1]
+    schedule, order = experts or (y, y)
+    with torch.cuda.device(y.device):
+        pingpong_kernel[(min(device.multiprocessors(y.device), most),)](
+            _descriptor(x, *((tile.k, tile.m) if turned else (tile.m, tile.k))),
+            _descriptor(w, *((tile.k, tile.n) if deep else (tile.n, tile.k))),
+            y, schedule, y if weights is None else weights, order, tiles_m, M, N, K,
+            tile.stages, turned, deep, bool(experts), weights is not None,
+            num_warps=4, maxnreg=REGISTERS, **device.STRICT,
+        )  # fmt: skip
+
+
+def product(x: Tensor, w: Tensor, y: Tensor, tile: Tile, turned: bool = False, deep: bool = False) -> None:
+    """Fills y [M, N] BF16 or FP32 with the chain of x [M, K] and w [N, K]; turned: x is [K, M]; deep: w is [K, N].
+
+    Contiguous BF16 on one Hopper GPU, rows of x and w at multiples of 16 bytes, which the copy engine wants.
+    """
+    tiles_m = triton.cdiv(y.shape[0], tile.m)
+    _launch(x, w, y, tile, tiles_m, tiles_m * triton.cdiv(y.shape[1], tile.n), turned, deep)
+
+
+def grouped(
+    x: Tensor, w: Tensor, y: Tensor, bounds: Tensor, weights: Tensor | None, order: Tensor, tile: Tile,
+    deep: bool = False,
+) -> None:  # fmt: skip
+    """Fills y [R, N] BF16: x [R, K] in dispatch order times w [E, N, K], scaled by weights if any.
+
+    deep: w is [E, K, N], with K a multiple of the tile's depth (a step must not reach into the next expert).
+    bounds int64 [E + 1]. The rest as in `product`.
+    """
+    R, E = x.shape[0], w.shape[0]
+    if deep and x.shape[1] % tile.k:
+        raise ValueError(f"pingpong.grouped: K = {x.shape[1]} is no multiple of the tile's depth {tile.k}")
+    bound = (R + min(E, R) * (tile.m - 1)) // tile.m  # every expert may end with a tile that is not full
+    schedule = torch.empty(bound + 1, 3, dtype=torch.int32, device=x.device)
+    with torch.cuda.device(x.device):
+        schedule_kernel[(E,)](bounds, schedule, E, bound, tile.m, triton.next_power_of_2(E), num_warps=4)
+    most = bound * triton.cdiv(y.shape[1], tile.n)
+    _launch(x, w.view(-1, w.shape[2]), y, tile, bound, most, False, deep, (schedule, order), weights)

@@ -1,0 +1,59 @@
+"""Candidates before the judge: one is timed only after it gave the spec's bits on every case."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from minitransformer.tuning import proof
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """run takes a case's operands. tile or library: what a row of the table would say."""
+
+    name: str
+    run: Callable[..., Tensor]
+    tile: tuple | None = None
+    library: str | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    what: str
+    operands: tuple
+    want: Tensor
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """refused: what was wrong, with the first element that differs; ms: of a candidate whose bits are the spec's."""
+
+    candidate: Candidate
+    refused: str | None = None
+    ms: float | None = None
+
+
+def judge(
+    candidates: Sequence[Candidate], cases: Iterable[Case], clock: Callable[[Candidate], float] | None = None
+) -> list[Verdict]:
+    """Holds every candidate to the bits of every case; then clock(candidate) -> ms for those that have them."""
+    refused: dict[str, str] = {}
+    for case in cases:
+        for candidate in candidates:
+            if candidate.name in refused:
+                continue
+            try:
+                unlike = proof.first_difference(candidate.run(*case.operands), case.want)
+            except (RuntimeError, ValueError, AssertionError) as error:  # does not run here, as with too little memory
+                unlike = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+            if unlike is not None:
+                refused[candidate.name] = f"{case.what}: {unlike}"
+    return [
+        Verdict(c, refused.get(c.name), clock(c) if clock and c.name not in refused else None) for c in candidates
+    ]
+
+
+def fastest(verdicts: Iterable[Verdict]) -> Verdict | None:
+    right = [v for v in verdicts if v.refused is None and v.ms is not None]
+    return min(right, key=lambda v: v.ms, default=None)

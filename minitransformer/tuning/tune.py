@@ -1,0 +1,124 @@
+"""Proves, times and chooses. A candidate is timed only after it gave the reference's bits on every kind of operand."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from minitransformer.ops import gpu
+from minitransformer.tuning import machine, proof
+from minitransformer.tuning.judge import Verdict, fastest, judge
+from minitransformer.tuning.subject import TOP_K, Subject, tile_name
+from minitransformer.tuning.table import Product, Proven, Row, Table
+
+# The widths of Qwen3-30B-A3B: qkv, o, router, both products of an expert alone, lm_head; then the experts.
+PRODUCTS = (
+    Product("linear", 1, 5120, 2048), Product("linear", 1, 2048, 4096), Product("linear", 1, 128, 2048),
+    Product("linear", 1, 1536, 2048), Product("linear", 1, 2048, 768), Product("linear", 1, 151936, 2048),
+    Product("linear", 1, 151936, 2048, "fp32"), Product("grouped_linear", 128, 1536, 2048),
+    Product("grouped_linear weighted", 128, 2048, 768),
+)  # fmt: skip
+ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
+MOST_OUTPUTS = 1 << 28
+
+
+def row_of(product: Product, M: int, verdicts: Sequence[Verdict]) -> Row:
+    """The table's row: the fastest of our tiles, the fastest library, and every candidate that was refused.
+
+    Of two libraries within 5 % the first in the list: it is torch.mm as it comes, which turns no switch.
+    """
+    tile = fastest(v for v in verdicts if v.candidate.tile is not None)
+    named = [v for v in verdicts if v.candidate.library is not None and v.ms is not None]
+    library = next((v for v in named if v.ms <= 1.05 * min(w.ms for w in named)), None)
+    return Row(
+        product, M, tile and tuple(tile.candidate.tile), tile and tile.ms, library and library.candidate.library,
+        library and library.ms, {v.candidate.name: v.refused for v in verdicts if v.refused is not None},
+    )  # fmt: skip
+
+
+def refusal(product: Product, M: int, library: str, home: torch.device, seed: int = 0) -> str | None:
+    """Why a library may not be used for this shape here, or None: the proof of one shape at its first use."""
+    subject = Subject(product, M, home)
+    candidates = [c for c in subject.libraries() if c.library == library]
+    if not candidates:
+        return "there is no such library product"
+    return judge(candidates, subject.cases(seed, ("mixed",), on_cpu=False))[0].refused
+
+
+def proven_rows(product: Product, library: str, rows: Sequence[int], home: torch.device, seed: int) -> Proven:
+    """The numbers of rows, of `rows`, at which the whole output of a dense library product has the bits."""
+    whole = Subject(product, max(rows), home)
+    x, w = whole.operands("mixed", seed)
+    want, run = whole.reference(x, w), next(c.run for c in whole.libraries() if c.library == library)
+    wrong = torch.zeros(len(rows), dtype=torch.int64, device=home)
+    for i, M in enumerate(rows):
+        part = x[:M] if gpu.library.layout(x) == "n" else x.t()[:, :M].contiguous().t()
+        wrong[i] = proof.differing(run(part, w), want[:M]).sum()
+    return Proven(product, library, spans([M for M, bad in zip(rows, wrong.tolist(), strict=True) if not bad]))
+
+
+def spans(numbers: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+    """Ascending numbers as (first, last, step)."""
+    found: list[list[int]] = []
+    for n in numbers:
+        if found and (found[-1][0] == found[-1][1] or n - found[-1][1] == found[-1][2]):
+            found[-1][1:] = n, n - found[-1][1]
+        else:
+            found.append([n, n, 1])
+    return tuple(map(tuple, found))
+
+
+def tune(
+    home: torch.device, products: Sequence[Product] = PRODUCTS, rows: Sequence[int] = ROWS, seed: int = 0,
+    say: Callable[[str], None] = print, seconds: float = float("inf"),
+) -> Table:  # fmt: skip
+    """A table of this machine. rows: tokens; experts see TOP_K times as many. seconds: no row is begun after them."""
+    begin, table = time.monotonic(), Table(machine.facts(home), machine.specs())
+    for product in products:
+        used: set[str] = set()
+        for tokens in rows:
+            M = tokens * TOP_K if product.groups > 1 else tokens
+            if M * product.N > MOST_OUTPUTS and product.groups == 1 or time.monotonic() - begin > seconds:
+                continue
+            subject = Subject(product, M, home)
+            first = all(row.product != product for row in table.rows)  # the CPU is slow: once a product
+            cases = subject.cases(seed, proof.KINDS if first else ("normal", "mixed"), on_cpu=first)
+            row = row_of(product, M, judge(subject.candidates(), cases, subject.clock(seed)))
+            table.rows.append(row)
+            say(line(row))
+            if row.by_library and product.groups > 1:
+                table.proven.append(Proven(product, row.library, ((M, M, 1),)))
+            used |= {row.library} if row.by_library else set()
+            torch.cuda.empty_cache()
+        most = min(max(rows), MOST_OUTPUTS // product.N)
+        every = [*range(1, min(most, 1024) + 1), *range(1088, most + 1, 64)]
+        for library in sorted(used) if product.groups == 1 else ():
+            table.proven.append(proven_rows(product, library, every, home, seed))
+            say(f"{product}: {library} has the bits for rows {table.proven[-1].rows}")
+    _merge(table)
+    return Table(table.machine, table.spec, table.rows, table.proven)
+
+
+def _merge(table: Table) -> None:
+    """One Proven for a product and a library."""
+    found: dict[tuple, tuple] = {}
+    for p in table.proven:
+        found[p.product, p.library] = found.get((p.product, p.library), ()) + p.rows
+    table.proven = [Proven(*key, rows) for key, rows in found.items()]
+
+
+def line(row: Row) -> str:
+    tile = f"tile {tile_name(row.tile)} {row.tile_ms:.4f} ms" if row.tile else "no tile"
+    library = f"{row.library} {row.library_ms:.4f} ms" if row.library else "no library"
+    chosen = "library" if row.by_library else "tile"
+    refused = "".join(f"\n    refused: {name}: {why}" for name, why in row.refused.items())
+    return f"{str(row.product):44} M {row.M:6}  {chosen:7} {tile}; {library}{refused}"
+
+
+def verify(row: Row, home: torch.device, seed: int) -> list[str]:
+    """What is wrong with the candidates that a row may choose, on fresh operands; empty if their bits are right."""
+    subject = Subject(row.product, row.M, home)
+    named = [subject.of_tile(row.tile)] if row.tile is not None else []
+    named += [c for c in subject.libraries() if row.by_library and c.library == row.library]
+    verdicts = judge(named, subject.cases(seed, ("normal", "mixed"), on_cpu=row.M in (1, TOP_K)))
+    return [f"{row.product}, {row.M} rows: {v.candidate.name}: {v.refused}" for v in verdicts if v.refused]
