@@ -18,9 +18,8 @@ from minitransformer.ops import dispatch, kv_store, logprob, rms_norm, rope, rou
 MUTATIONS = {
     "slots behind the blocks that follow": ("dispatch", "tl.where(other < b, counts, 0)",
                                             "tl.where(other > b, counts, 0)", "plan"),
-    "a block's own slots shift it": ("dispatch", "begin + before - (tl.cumsum(mine, 0) - mine)",
-                                     "begin + before - tl.cumsum(mine, 0)", "plan"),
-    "sorted by slot alone": ("dispatch", "tl.sort(ids * BLOCK + i)", "tl.sort(i * BLOCK + ids)", "plan"),
+    "counts in place of bounds": ("dispatch", "bounds_ptr + e, begin", "bounds_ptr + e, total", "plan"),
+    "rows that name their slots": ("dispatch", "rows_ptr + slot, place", "rows_ptr + slot, slot", "plan"),
     "a token written to its first slot alone": (
         "dispatch", "rows_ptr + t * K + k, mask=t < T, other=0)[:, None]\n            tl.store(y_ptr",
         "rows_ptr + t * K, mask=t < T, other=0)[:, None]\n            tl.store(y_ptr", "spread",
@@ -41,9 +40,7 @@ MUTATIONS = {
     "noise keyed by the row": ("sample", "tl.load(draws_ptr + 2 * row + 1)", "tl.load(draws_ptr + 1)", "draw"),
     "the higher of two equal scores": ("sample", "tl.min(tl.where(inside & (score == best), v, 0x7FFFFFFF), 0)",
                                        "tl.max(tl.where(inside & (score == best), v, 0), 0)", "draw"),
-    "one token too many": (
-        "sample", "<= tl.load(last_ptr + row)", "<= tl.load(last_ptr + row) + (1 << 32)", "draw",
-    ),
+    "one token more than top_k": ("sample", "min(d.top_k or V, V)", "min((d.top_k or V) + 1, V)", "draw"),
     "the mass of all instead of top_k's": ("sample", "reached.gather(1, most - 1)", "reached[:, -1:]", "draw"),
 }  # fmt: skip
 
