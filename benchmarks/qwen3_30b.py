@@ -116,10 +116,16 @@ def decode_rows(model, args, rate: float) -> list[dict]:
             )  # fmt: skip
             if graphs and sampler.graphs is not None:
                 _, replay = next(iter(sampler.graphs._graphs.values()))
-                rows[-1] |= {"replay_ms": 1e3 * timed(replay, device), "captures": sampler.graphs.captures}
+                rows[-1] |= {"replay_ms": 1e3 * timed(replay, device), "pool_mib": pool_bytes(sampler) / 2**20}
             print(json.dumps(rows[-1]), flush=True)
             del sampler
     return rows
+
+
+def pool_bytes(sampler: Sampler) -> int:
+    """What the graphs' pool holds of the GPU's memory."""
+    pool = tuple(sampler.graphs._pool)
+    return sum(s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == pool)
 
 
 def timed(call, device: torch.device, repeats: int = 5) -> float:
