@@ -18,6 +18,7 @@ from minitransformer.ops import dispatch, kv_store, logprob, rms_norm, rope, rou
 MUTATIONS = {
     "slots behind the blocks that follow": ("dispatch", "tl.where(other < b, counts, 0)",
                                             "tl.where(other > b, counts, 0)", "plan"),
+    "few slots: an expert too low": ("dispatch", "begin + tl.cumsum((ids == e)", "tl.cumsum((ids == e)", "plan"),
     "counts in place of bounds": ("dispatch", "bounds_ptr + e, begin", "bounds_ptr + e, total", "plan"),
     "rows that name their slots": ("dispatch", "rows_ptr + slot, place", "rows_ptr + slot, slot", "plan"),
     "a token written to its first slot alone": (
@@ -50,7 +51,7 @@ def _kernels(name: str):
 
 
 def _plan() -> Iterator[tuple[str, int]]:
-    for T, E, K in ((1, 128, 8), (40, 128, 8), (130, 128, 8), (70, 3, 2), (5, 1, 1), (600, 7, 1), (4200, 9, 8)):
+    for T, E, K in ((300, 100, 8), (40, 128, 8), (4200, 9, 8), (1, 128, 8), (70, 3, 2), (5, 1, 1), (1025, 7, 1)):
         ids = inputs.integers(1, E, T, K)
         want = dispatch.plan(ids, E)
         got = _kernels("dispatch").plan(ids, E)

@@ -54,8 +54,11 @@ def _routing() -> Iterator[tuple]:
             yield f"router {E} {norm} backward", router.backward_kernel, types, (E, K, norm, 4)
     yield "plan count", dispatch.count_kernel, ("*i64", "*i32", "i32!", "i32!"), (1024, 128)
     types = ("*i64", "*i32", "*i64", "*i64", "*i64", "*i32", "i32!", "i32!", "i32!")
-    for block, experts, one in ((128, 32, True), (256, 128, False), (1024, 128, False)):
-        yield f"plan {block}", dispatch.place_kernel, types, (8, block, experts, one, FOUND["dispatch.plan"])
+    for block in (256, 1024):
+        yield f"plan {block}", dispatch.place_kernel, types, (8, block, 128, FOUND["dispatch.plan"])
+    types = ("*i64", "*i64", "*i64", "*i64", "*i32", "i32!", "i32!")
+    for block in (128, 1024):
+        yield f"plan of few {block}", dispatch.few_kernel, types, (8, block, FOUND["dispatch.plan"])
     for D in (576, 2048):
         rows, columns = copy.tile(D)
         for weighted in (False, True):

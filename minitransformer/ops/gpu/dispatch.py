@@ -29,7 +29,7 @@ def count_kernel(ids_ptr, counts_ptr, R, E, BLOCK: tl.constexpr, EXPERTS: tl.con
 @triton.jit(do_not_specialize=["R", "E", "blocks"])
 def place_kernel(
     ids_ptr, counts_ptr, order_ptr, rows_ptr, bounds_ptr, faults_ptr, R, E, blocks,
-    SLOTS: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr, ONE: tl.constexpr, SLOT: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr, SLOT: tl.constexpr,
 ):  # fmt: skip
     """Program b places its BLOCK slots behind those of the blocks before it. Integers alone, so no order matters."""
     b, e, i = tl.program_id(0), tl.arange(0, EXPERTS), tl.arange(0, BLOCK)
@@ -39,14 +39,12 @@ def place_kernel(
     tl.atomic_min(faults_ptr + SLOT + tl.zeros_like(r), r // SLOTS, mask=bad, sem="relaxed")
     ids = _ids(ids_ptr, r, R, E)
     mine = tl.histogram(ids, EXPERTS, mask=r < R)
-    before, total = tl.zeros((EXPERTS,), tl.int32), mine
-    if not ONE:
-        total = tl.zeros((EXPERTS,), tl.int32)
-        for b0 in range(0, blocks, 32):
-            other = b0 + tl.arange(0, 32)[:, None]
-            counts = tl.load(counts_ptr + other * EXPERTS + e[None, :], mask=other < blocks, other=0)
-            before += tl.sum(tl.where(other < b, counts, 0), 0)
-            total += tl.sum(counts, 0)
+    before, total = tl.zeros((EXPERTS,), tl.int32), tl.zeros((EXPERTS,), tl.int32)
+    for b0 in range(0, blocks, 32):
+        other = b0 + tl.arange(0, 32)[:, None]
+        counts = tl.load(counts_ptr + other * EXPERTS + e[None, :], mask=other < blocks, other=0)
+        before += tl.sum(tl.where(other < b, counts, 0), 0)
+        total += tl.sum(counts, 0)
     begin = tl.cumsum(total, 0) - total
     if b == 0:
         tl.store(bounds_ptr + e, begin.to(tl.int64), mask=e < E)
@@ -58,6 +56,26 @@ def place_kernel(
     place = tl.gather(shift, tl.minimum(expert, EXPERTS - 1), 0) + i
     tl.store(order_ptr + place, slot.to(tl.int64), mask=expert < E)
     tl.store(rows_ptr + slot, place.to(tl.int64), mask=expert < E)
+
+
+@triton.jit(do_not_specialize=["R", "E"])
+def few_kernel(
+    ids_ptr, order_ptr, rows_ptr, bounds_ptr, faults_ptr, R, E, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    SLOT: tl.constexpr,
+):  # fmt: skip
+    """For R <= BLOCK: program e finds and places expert e's slots."""
+    e, r = tl.program_id(0), tl.arange(0, BLOCK)
+    ids = _ids(ids_ptr, r, R, E)
+    if e == 0:
+        raw = tl.load(ids_ptr + r, mask=r < R, other=0)
+        bad = (r < R) & ((raw < 0) | (raw >= E))
+        tl.atomic_min(faults_ptr + SLOT + tl.zeros_like(r), r // SLOTS, mask=bad, sem="relaxed")
+        tl.store(bounds_ptr + E, R.to(tl.int64))
+    begin = tl.sum((ids < e).to(tl.int32), 0)
+    tl.store(bounds_ptr + e, begin.to(tl.int64))
+    place = begin + tl.cumsum((ids == e).to(tl.int32), 0) - 1
+    tl.store(order_ptr + place, r.to(tl.int64), mask=ids == e)
+    tl.store(rows_ptr + r, place.to(tl.int64), mask=ids == e)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -133,17 +151,20 @@ def plan(expert_ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
     if R == 0:
         return order, rows, torch.zeros(E + 1, dtype=torch.int64, device=home)
     bounds = torch.empty(E + 1, dtype=torch.int64, device=home)
-    # A small block sorts fast; each reads the counts of all.
-    block = max(128, triton.next_power_of_2(R)) if R <= 512 else 256 if R <= 1 << 15 else 1024
-    blocks, experts, warps = triton.cdiv(R, block), max(32, triton.next_power_of_2(E)), 8 if block == 1024 else 4
-    counts = torch.empty(blocks, experts, dtype=torch.int32, device=home)
+    out, where = (order, rows, bounds, device.faults(home)), device.slot("dispatch.plan")
     with torch.cuda.device(home):
-        if blocks > 1:
-            count_kernel[(blocks,)](ids, counts, R, E, block, experts, num_warps=4, **device.ROWS)
+        if R <= 1024:
+            block = max(128, triton.next_power_of_2(R))
+            few_kernel[(E,)](ids, *out, R, E, slots, block, where, num_warps=4, **device.ROWS)
+            return order, rows, bounds
+        # A small block sorts fast; each reads the counts of all.
+        block, warps = (256, 4) if R <= 1 << 15 else (1024, 8)
+        blocks, experts = triton.cdiv(R, block), max(32, triton.next_power_of_2(E))
+        counts = torch.empty(blocks, experts, dtype=torch.int32, device=home)
+        count_kernel[(blocks,)](ids, counts, R, E, block, experts, num_warps=4, **device.ROWS)
         place_kernel[(blocks,)](
-            ids, counts, order, rows, bounds, device.faults(home), R, E, blocks, slots, block, experts, blocks == 1,
-            device.slot("dispatch.plan"), num_warps=warps, **device.ROWS,
-        )  # fmt: skip
+            ids, counts, *out, R, E, blocks, slots, block, experts, where, num_warps=warps, **device.ROWS
+        )
     return order, rows, bounds
 
 
