@@ -82,7 +82,8 @@ def fits(tile: Tile, M: int, N: int, K: int) -> bool:
     if (tile.tma or tile.pingpong) and K % 8:
         return False
     tiles = -(-M // tile.m) * -(-N // tile.n)
-    return tile.m <= max(16, 2 * M) and (tiles <= 1200 or tile.m * tile.n >= 8192 or M <= tile.m)
+    least = 64 if tile.tma else 16  # the copy engine fills rows past M without reading them
+    return tile.m <= max(least, 2 * M) and (tiles <= 1200 or tile.m * tile.n >= 8192 or M <= tile.m)
 
 
 # Measured on an H200 at the widths of Qwen3-30B-A3B. ONE_WAVE: the smallest tile that every multiprocessor takes at
