@@ -60,7 +60,7 @@ def test_a_wrong_candidate_is_refused_however_fast_it_is():
 
     candidates = [Candidate("split", split, library="split"), *one.candidates()]
     found = judge(candidates, one.cases(3), lambda c: float(c.name != "split"))
-    assert "row 0, column 0" in found[0].refused and found[0].ms is None
+    assert found[0].refused.endswith("elements differ)") and found[0].ms is None
     assert fastest(found).candidate.tile is not None
 
 

@@ -94,13 +94,16 @@ ONE_WAVE = (
 )  # fmt: skip
 
 
-def choose(M: int, N: int, K: int, programs: int) -> Tile:
-    """The schedule for a shape; every choice gives the same bits."""
+def choose(M: int, N: int, K: int, programs: int, aligned: bool = True) -> Tile:
+    """The schedule for a shape; every choice gives the same bits. aligned: the operands begin at multiples of 16 bytes.
+
+    Where the table has a row, that decides instead.
+    """
 
     def waves(tile: Tile) -> float:
         return -(-M // tile.m) * -(-N // tile.n) / programs
 
-    copy_engine = K % 8 == 0
+    copy_engine = aligned and K % 8 == 0
     for tile in ONE_WAVE:
         if waves(tile) <= 1 and tile.n <= max(32, N) and (copy_engine or not tile.tma):
             return tile
@@ -108,13 +111,11 @@ def choose(M: int, N: int, K: int, programs: int) -> Tile:
         return Tile(64, 64, 64, 4, 6) if M > 16 else Tile(16, 128, 128, 4, 4)
     if M <= 64:
         return Tile(16, 128, 128, 4, 4) if M <= 16 else Tile(64, 256, 64, 4, 4, tma=True)
-    wide, square, tall = (
-        Tile(128, 256, 64, 8, 3, tma=True), Tile(128, 128, 64, 4, 4, tma=True), Tile(256, 128, 64, 8, 3, tma=True)
-    )  # fmt: skip
+    wide, square = Tile(128, 256, 64, 8, 3, tma=True), Tile(128, 128, 64, 4, 4, tma=True)
     if N <= 128:
         return square
-    if M >= 4096:
-        return tall
+    if M >= 2048:
+        return Tile(128, 128, 64, 4, 6, pingpong=True)
 
     def full(tile: Tile) -> float:  # share of the last wave's places that do work
         return waves(tile) / -(-waves(tile) // 1)
@@ -140,7 +141,7 @@ def forward(
             return library.DENSE[found.library](x, w.t(), out_dtype)
         tile = choice.tile(found, x, w)
     programs = device.multiprocessors(home)
-    tile = tile or choose(M, N, K, programs)
+    tile = tile or choose(M, N, K, programs, x.data_ptr() % 16 == 0 and w.data_ptr() % 16 == 0)
     y = torch.empty(M, N, dtype=out_dtype, device=home)
     if tile.pingpong:
         pingpong.product(x, w, y, tile)
