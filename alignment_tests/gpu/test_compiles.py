@@ -108,7 +108,7 @@ def test_the_packed_product_compiles_to_the_arithmetic_of_the_spec(schedule, tmp
         assert {"HMMA", "HMUL2", "FMUL"} <= names <= {"HMMA", "HMUL2", "HFMA2", "FMUL", "FSETP"}, found
         assert not any("FTZ" in name for name in found)
         assert "HMMA.16816.F32.BF16" in found
-        assert text.count("STL") <= 2, "spills"  # a value that only the epilogue needs
+        assert text.count("STL") <= 8, "spills"  # values that only the epilogue needs
 
 
 @pytest.mark.parametrize(("K", "rows"), [(K, R) for K in (64, 96, 576, 768, 2048, 8192) for R in (1, 512, 1 << 13)])

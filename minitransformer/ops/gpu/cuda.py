@@ -4,12 +4,14 @@ Both libraries come with torch's CUDA builds (NVRTC) and with the GPU's driver; 
 """
 
 import ctypes
+import hashlib
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from triton.runtime.cache import get_cache_manager
 
 from minitransformer.errors import UnsupportedDevice
 
@@ -47,17 +49,28 @@ def _done(code: int, library: ctypes.CDLL, what: str) -> None:
 
 @lru_cache(maxsize=256)
 def compile_source(file: str, defines: tuple[tuple[str, int], ...], architecture: str = "sm_90") -> bytes:
-    """Machine code of ops/gpu/<file> with these macros. RuntimeError with the compiler's words when it refuses."""
-    nvrtc, program = _nvrtc(), ctypes.c_void_p()
-    source = Path(__file__).with_name(file).read_bytes()
+    """Machine code of ops/gpu/<file> with these macros, from Triton's cache on disk if it was made before."""
+    nvrtc, source = _nvrtc(), Path(__file__).with_name(file).read_bytes()
     options = [*OPTIONS, f"--gpu-architecture={architecture}", *(f"-D{name}={value}" for name, value in defines)]
+    version = [ctypes.c_int(), ctypes.c_int()]
+    nvrtc.nvrtcVersion(*map(ctypes.byref, version))
+    key = hashlib.sha256(repr((source, options, [v.value for v in version])).encode()).hexdigest()
+    cache = get_cache_manager(key)
+    if cache.get_file("kernel.cubin") is None:
+        cache.put(_compile(nvrtc, file, source, options), "kernel.cubin", binary=True)
+    return Path(cache.get_file("kernel.cubin")).read_bytes()
+
+
+def _compile(nvrtc: ctypes.CDLL, file: str, source: bytes, options: list[str]) -> bytes:
+    """RuntimeError with the compiler's words when it refuses."""
+    program = ctypes.c_void_p()
     text = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     _done(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, file.encode(), 0, None, None), nvrtc, file)
     try:
         if nvrtc.nvrtcCompileProgram(program, len(options), text):
             log = ctypes.create_string_buffer(1 << 16)
             nvrtc.nvrtcGetProgramLog(program, log)
-            raise RuntimeError(f"{file} {dict(defines)}: {log.value.decode()}")
+            raise RuntimeError(f"{file} {' '.join(options)}: {log.value.decode()}")
         size = ctypes.c_size_t()
         _done(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)), nvrtc, file)
         code = ctypes.create_string_buffer(size.value)
