@@ -101,27 +101,30 @@ def main() -> None:
             print(f"wrong elements: {what}: {wrong}   ({time.monotonic() - begin:.0f} s)", flush=True)
         torch.cuda.empty_cache()
     ours = Ours(S, length)
-    rows = {"ours": measure(ours, median_ms, peak_gib)}
-    print(f"ours          {line(rows['ours'])}", flush=True)
-    table = kernels(ours.train)
-    for name, ms, launches in table[:26]:
-        print(f"  {ms:8.3f} ms {launches:4d} x  {name}")
-    print(f"  {sum(row[1] for row in table):8.3f} ms in all kernels of forward + backward")
-    for part, (forward, backward) in floors(S * length, S).items():
-        print(f"  floor of {part:15} forward {forward:.3f} ms, backward {backward:.3f} ms")
+    facts = {"machine": machine, "tokens": [S, length], "ours": measure(ours, median_ms, peak_gib)}
+    print(f"ours          {line(facts['ours'])}", flush=True)
     if not args.no_peer:
-        theirs = Theirs(ours, S, length)
-        with torch.no_grad():
-            a, b = sum(x.float() for x in ours.call()), theirs.call().view(S * length, -1).float()
-            print(f"  outputs differ by {((a - b).norm() / b.norm()).item():.4f} (2-norm, relative)")
-            del a, b
-        rows["transformers"] = measure(theirs, median_ms, peak_gib)
-        print(f"transformers  {line(rows['transformers'])}")
-        ratios = [rows["transformers"][key] / rows["ours"][key] for key in ("forward_ms", "train_ms")]
-        print(f"ratio         forward {ratios[0]:.2f}, forward + backward {ratios[1]:.2f}")
+        compare(ours, Theirs(ours, S, length), facts, median_ms, peak_gib)
+    facts |= {"floors_ms": floors(S * length, S), "kernels": kernels(ours.train)}
+    for name, ms, launches in facts["kernels"][:26]:
+        print(f"  {ms:8.3f} ms {launches:4d} x  {name}")
+    print(f"  {sum(row[1] for row in facts['kernels']):8.3f} ms in all kernels of forward + backward")
+    for part, (forward, backward) in facts["floors_ms"].items():
+        print(f"  floor of {part:15} forward {forward:.3f} ms, backward {backward:.3f} ms")
     if args.out:
-        facts = {"tokens": [S, length], "rows": rows, "kernels": table, "torch": torch.__version__}
         (args.out / "layer.json").write_text(json.dumps(facts, indent=1))
+
+
+def compare(ours, theirs, facts: dict, median_ms, peak_gib) -> None:
+    """transformers' times into facts, and how far apart the outputs are."""
+    with torch.no_grad():
+        a, b = sum(x.float() for x in ours.call()), theirs.call().flatten(0, 1).float()
+        print(f"outputs differ by {((a - b).norm() / b.norm()).item():.4f} (2-norm, relative)")
+        del a, b
+    facts["transformers"] = measure(theirs, median_ms, peak_gib)
+    print(f"transformers  {line(facts['transformers'])}")
+    ratios = [facts["transformers"][key] / facts["ours"][key] for key in ("forward_ms", "train_ms")]
+    print(f"ratio         forward {ratios[0]:.2f}, forward + backward {ratios[1]:.2f}", flush=True)
 
 
 def measure(one, median_ms, peak_gib) -> dict[str, float]:
