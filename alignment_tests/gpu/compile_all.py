@@ -148,7 +148,8 @@ def _fold() -> Iterator[Case]:
 
 def row_cases() -> list[Case]:
     every = (*rows(), *backward_cases.rows())
-    return [Case(*row, warps=4, stages=3, flags=tuple(device.ROWS.items())) for row in every]
+    flags = tuple(device.ROWS.items())
+    return [Case(*row[:4], *(row[4:] or (4,)), stages=3, flags=flags) for row in every]  # four warps unless it says so
 
 
 def tensor_core_cases() -> list[Case]:

@@ -133,10 +133,15 @@ def rows_of(T: int, D: int) -> int:
     return 4 if T < 2048 else min(32, max(8, 4096 // max(1, D)))
 
 
-def lanes_of(D: int) -> tuple[int, int]:
-    """(lanes, columns) of a program of dW: rows of at least 128 bytes, and more programs than multiprocessors."""
+def lanes_of(D: int) -> tuple[int, int, int]:
+    """(lanes, columns, steps at a time) of a program of dW: rows of at least 128 bytes, 128 programs or more."""
     columns = min(128, max(64, triton.next_power_of_2(D)))
-    return max(1, min(8, D // 256)), columns
+    return max(1, min(8, D // 256)), columns, 8 if D <= 256 else 4
+
+
+def warps_of(own: int, columns: int) -> int:
+    """So many that a thread's loads are 8 or 16 bytes: narrower ones cannot be on their way while it adds."""
+    return max(1, own * columns // 256)
 
 
 def schedule_of(T: int, D: int) -> tuple[int, bool]:
@@ -176,10 +181,11 @@ def backward(dy, dr, x, residual, weight_D, eps, need_dw=True) -> tuple[Tensor, 
                 dy, dr, x, old, w, dx, inverse, eps, T, D, block, with_residual, num_warps=4, **device.ROWS
             )
             if need_dw:
-                own, columns = lanes_of(D)
+                own, columns, steps = lanes_of(D)
                 lanes = torch.empty(LANES.value, D, device=home)
                 lanes_kernel[(LANES.value // own, triton.cdiv(D, columns))](
-                    dy, x, old, inverse, lanes, T, D, own, columns, 4, with_residual, num_warps=4, **device.ROWS
-                )
+                    dy, x, old, inverse, lanes, T, D, own, columns, steps, with_residual,
+                    num_warps=warps_of(own, columns), **device.ROWS,
+                )  # fmt: skip
                 dw_kernel[(triton.cdiv(D, 16),)](lanes, dw, D, 16, num_warps=4, **device.ROWS)
     return dx, dw if need_dw else None
