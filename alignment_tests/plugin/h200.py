@@ -28,6 +28,7 @@ WIDE = dict(vocab_size=151936, hidden_size=2048, num_heads=32, num_kv_heads=4, h
 DETERMINISTIC = ["--enable-deterministic-inference", "--attention-backend", "triton", "--sampling-backend", "pytorch",
                  "--moe-runner-backend", "triton"]  # fmt: skip
 FAST = ["--sampling-backend", "pytorch", "--attention-backend", "triton"]
+GRAPHS = ["--cuda-graph-backend-decode", "full", "--cuda-graph-max-bs-decode", "256"]
 RECIPE = ["--json-model-override-args", '{"minitransformer_recipe": "nvfp4_per_token"}']
 
 
@@ -71,7 +72,8 @@ def table(args: argparse.Namespace) -> int:
         found.append(count)
         print(f"{name:<58} {count}", flush=True)
 
-    for kind, arguments in (("BF16", ["--enable-return-routed-experts"]), ("NVFP4", RECIPE)):
+    graphs = GRAPHS if args.graphs else []
+    for kind, arguments in (("BF16", ["--enable-return-routed-experts", *graphs]), ("NVFP4", RECIPE + graphs)):
         if kind == "NVFP4":
             model.set_recipe("nvfp4_per_token")
         with serve(args, "tiny", arguments) as s:
@@ -95,9 +97,10 @@ def table(args: argparse.Namespace) -> int:
 def speed(args: argparse.Namespace) -> None:
     """Output tokens a second, of engines one after the other: 1024 tokens in, 256 out, log-probs returned."""
     results: dict[str, dict[int, float]] = {}
-    engines = (("ours BF16", [], False), ("stock deterministic", DETERMINISTIC, True), ("stock", FAST, True),
-               ("ours NVFP4", RECIPE, False))  # fmt: skip
-    for name, arguments, stock in engines[: args.engines]:
+    graphs = GRAPHS if args.graphs else []
+    engines = (("ours BF16", graphs, False), ("stock deterministic", DETERMINISTIC, True), ("stock", FAST, True),
+               ("ours NVFP4", RECIPE + graphs, False))  # fmt: skip
+    for name, arguments, stock in (engines[i] for i in args.engines):
         try:
             with serve(args, "wide", arguments, stock) as s:
                 results[name] = {}
@@ -122,7 +125,8 @@ def main() -> int:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--layers", type=int, default=4, help="of the wide checkpoint")
-    parser.add_argument("--engines", type=int, default=2, help="how many of the engines are timed")
+    parser.add_argument("--engines", type=int, nargs="+", default=[0, 1], help="0 ours 1 deterministic 2 stock 3 NVFP4")
+    parser.add_argument("--graphs", action="store_true", help="our decode steps as CUDA graphs")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--input", type=int, default=1024)
     parser.add_argument("--output", type=int, default=256)

@@ -34,6 +34,7 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_page_major_kv_layout": ((False,), "keys and values lie layer by layer"),
     "enable_unified_memory": ((False,), "keys and values lie layer by layer"),
     "disaggregation_mode": (("null", None), "prefill and decode run in one server"),
+    "cuda_graph_backend_decode": ((None, "full", "disabled"), "a decode step is one graph or none"),
     "model_impl": (("auto", "sglang"), "the model is miniTransformer's own"),
 }  # fmt: skip
 RECIPE = "minitransformer_recipe"
@@ -50,7 +51,9 @@ def post_init(original: Any, args: Any) -> None:
     args.enable_deterministic_inference = False
     args.attention_backend = "torch_native" if args.device == "cpu" else ATTENTION
     args.sampling_backend = "pytorch"  # the name under which plugin.py registers our sampler
-    args.disable_cuda_graph = True
+    args.disable_prefill_cuda_graph = True
+    if args.device == "cpu" or args.cuda_graph_backend_decode is None:
+        args.disable_cuda_graph = True
     original(args)
 
 

@@ -36,22 +36,57 @@ def translate(forward_batch: Any, req_to_token: torch.Tensor, num_store_rows: in
 
 
 class AttentionBackend(Base):
-    """Keeps the step's batch. Our model attends by itself; layers of SGLang's never call this."""
+    """Keeps the step's batch. Our model attends by itself; layers of SGLang's never call this.
+
+    In a CUDA graph of a decode step the batch is made of SGLang's static buffers. Its lengths are bounds, since they
+    may not come to the host; the kernels read positions. Pool rows are copied before each replay: SGLang may hand a
+    request's slots of req_to_token on while the graph still runs.
+    """
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.batch: Batch | None = None
+        self.captured: list[Batch] = []  # graphs read what the operators keep beside a batch
+
+    @property
+    def num_rows(self) -> int:
+        return self.token_to_kv_pool.k_buffer[0].shape[0]
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self.batch = None
         if not forward_batch.forward_mode.is_idle():
-            rows = self.token_to_kv_pool.k_buffer[0].shape[0]
-            self.batch = translate(forward_batch, self.req_to_token_pool.req_to_token, rows)
+            self.batch = translate(forward_batch, self.req_to_token_pool.req_to_token, self.num_rows)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Nothing: CUDA graphs are switched off (arguments.py)."""
+        table = self.req_to_token_pool.req_to_token
+        self.rows_SL = torch.zeros(max_bs, table.shape[1], dtype=torch.int64, device=table.device)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        size, longest = forward_batch.batch_size, int(forward_batch.seq_lens_cpu.max())
+        requests = forward_batch.req_pool_indices[:size].long()
+        # What lies past a request's end is never read: its position says where that is.
+        self.rows_SL[:size, :longest] = self.req_to_token_pool.req_to_token[requests, :longest].long()
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        size, known = forward_batch.batch_size, self.batch
+        self.batch = Batch(
+            ids_T=forward_batch.input_ids.long(),
+            positions_T=forward_batch.positions.long(),
+            cu_seqlens=tuple(range(size + 1)),
+            kv_lens=(self.rows_SL.shape[1],) * size,
+            key_rows_SL=self.rows_SL[:size],
+            store_rows_T=forward_batch.out_cache_loc.long(),
+            logit_rows_L=None,
+            request_ids=tuple(range(size)),
+            num_store_rows=self.num_rows,
+        )
+        # Warm-up has copied the batch's bounds to the GPU, which a capture can't.
+        if known is not None and known.cu_seqlens == self.batch.cu_seqlens:
+            kept = {name: known.__dict__[name] for name in ("_bounds_on", "_contiguous") if name in known.__dict__}
+            self.batch.__dict__.update(kept)
+        self.captured = [one for one in self.captured if one.cu_seqlens != self.batch.cu_seqlens] + [self.batch]
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1

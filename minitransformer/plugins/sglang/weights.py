@@ -63,8 +63,10 @@ class Receiver:
         if self.missing:
             raise InputError(f"{len(self.missing)} tensors are missing ({first_few(self.missing)})")
         self._check_tied(head)
-        for layer in self.model.layers:
-            getattr(getattr(layer.mlp, "experts", None), "forget", lambda: None)()
+        for mlp in (layer.mlp for layer in self.model.layers if hasattr(layer.mlp, "experts")):
+            if hasattr(mlp.experts, "forget"):
+                mlp.experts.forget()
+            mlp.experts.refresh(mlp)  # in place, where CUDA graphs read
 
     def _read(self, name: str, tensor: Tensor) -> Tensor:
         place = self.places.get(name)
