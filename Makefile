@@ -22,7 +22,7 @@ DEMO_ARGS ?=
 # step: says what it does, does it, says how long it took.
 step = @printf '%s\n' '-- $(1)'; SECONDS=0; $(2); printf '   %d s\n' $$SECONDS
 
-.PHONY: help demo test test-all test-gpu test-sglang lint docs docs-check bench setup clean
+.PHONY: help demo test test-all test-gpu test-sglang test-sglang-newest lint docs docs-check bench setup clean
 
 help:
 	@echo "make demo      set up, make the demo checkpoint, and align sampler and learner on it (minutes the first time)"
@@ -98,6 +98,15 @@ $(SGVENV)/.installed: $(SGVENV)/.torch $(SGREQUIREMENTS) pyproject.toml
 
 test-sglang: $(SGVENV)/.installed
 	@printf '%s\n' '-- pytest'; $(SGPY) -m pytest -m "not gpu" alignment_tests/plugin
+
+# Does the newest SGLang still fit? On the CPU, in an environment that is made anew; says what broke, whatever it is.
+test-sglang-newest:
+	$(call step,a fresh .venv-sglang-newest,"$(PYTHON)" -m venv --clear .venv-sglang-newest)
+	$(call step,installing,.venv-sglang-newest/bin/pip install -qq --no-compile $(TORCH_ARGS) "$(TORCH)"; \
+	.venv-sglang-newest/bin/pip install -qq --no-compile --no-deps -r $(SGREQUIREMENTS) -e .; \
+	.venv-sglang-newest/bin/pip install -qq --no-compile --no-deps --upgrade sglang)
+	@.venv-sglang-newest/bin/pip list 2>/dev/null | grep '^sglang '
+	@MINITRANSFORMER_SGLANG_ANY_VERSION=1 .venv-sglang-newest/bin/python -m pytest --tb=line -m "not gpu" alignment_tests/plugin
 
 bench: $(VENV)/.installed
 	@for file in benchmarks/*.py; do echo "-- $$file"; $(PY) "$$file"; done

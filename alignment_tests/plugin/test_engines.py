@@ -1,5 +1,10 @@
 """Laws between engines: chunked prefill, pages, memory pressure, number formats, updated weights; and stock SGLang."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from alignment_tests.plugin import engines, laws
@@ -12,6 +17,7 @@ from minitransformer.learner.packing import Sample
 from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from minitransformer.models.qwen3_moe.nvfp4_layout import FORMATS
 from minitransformer.models.qwen3_moe.quantise import quantise
+from minitransformer.plugins.sglang.launch import environment
 from minitransformer.plugins.sglang.weights import checksums
 
 pytestmark = pytest.mark.sglang
@@ -25,6 +31,13 @@ def test_chunked_prefill_equals_whole(engine, checkpoint, chunk):
         zero(laws.alone_equals_batch(chunked.client, P[:4], 0.6, 8))
         log = chunked.log.read_text()
     assert f"#new-token: {chunk}," in log and f"#new-token: {chunk + 1}" not in log
+
+
+def test_prompts_and_decoding_requests_in_one_step(engine, checkpoint):
+    """SGLang's mixed chunks: a chunk of a prompt beside tokens that are being decoded."""
+    with engines.start(checkpoint, ["--chunked-prefill-size", "32", "--enable-mixed-chunk"]) as mixed:
+        zero(laws.engines_agree(engine.client, mixed.client, P, 1.0, 40))
+        zero(laws.engines_agree(engine.client, mixed.client, P, 0.6, 40))
 
 
 @pytest.mark.parametrize("chunk", ["64", "2048"])
@@ -113,4 +126,18 @@ def test_stock_sglang_differs_and_is_named(tmp_path):
     with engines.start(tmp_path / "sparse", ["--attention-backend", "torch_native"], stock=True) as server:
         assert server.client.identity() is None
         assert laws.decode_equals_rescoring(server.client, P).differing
-        assert laws.learner_equals_engine(model, server.client, P).differing
+        found = laws.learner_equals_engine(model, server.client, P)
+        assert found.differing and found.largest < 1, f"another model, or none: {found}"
+
+
+def test_the_offline_engine(engine, checkpoint):
+    """sglang.Engine in a script, with nothing but the environment: the log-probs of the server."""
+    script = str(Path(__file__).with_name("offline.py"))
+    run = subprocess.run(
+        [sys.executable, script, str(checkpoint), json.dumps(P)], env=environment(cpu=True), capture_output=True,
+        text=True, timeout=300,
+    )  # fmt: skip
+    assert engines.LIVE in run.stderr + run.stdout, run.stderr[-2000:]
+    [line] = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
+    wanted = [out.log_probs for out in laws.run(engine.client, P)]
+    assert json.loads(line.removeprefix("RESULT ")) == wanted

@@ -50,6 +50,12 @@ def test_an_argument_is_refused(model, name, value, supported):
     assert f"--{name.replace('_', '-')} {value} is not supported" in str(refused.value)
 
 
+def test_log_probs_before_the_temperature_are_refused(model, monkeypatch):
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
+    with pytest.raises(InputError, match="scored at the temperature"):
+        arguments_module.check(SimpleNamespace(model_path=model))
+
+
 def test_every_refused_argument_names_what_is_supported():
     for name, (allowed, supported) in arguments_module._ONLY.items():
         assert allowed and len(supported) > 10, name

@@ -1,6 +1,7 @@
 """What a user may ask of SGLang while our model is in it: the rest is refused before anything starts."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,11 @@ def check(args: Any) -> None:
         value = getattr(args, name, allowed[0])
         if value not in allowed:
             raise InputError(f"--{name.replace('_', '-')} {value} is not supported by miniTransformer: {supported}")
+    if os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "0").lower() not in ("", "0", "false"):
+        raise InputError(
+            "SGLANG_RETURN_ORIGINAL_LOGPROB is not supported by miniTransformer: a sampled token is scored at the "
+            "temperature that it was drawn at; unset it"
+        )
     check_model(args.model_path)
 
 
