@@ -136,8 +136,9 @@ def old_quantised_copies() -> None:
     ours = QuantisedExperts.weight_operand
     kept: dict = {}
 
-    def weight_operand(self, name, weight):
-        return kept.setdefault((id(self), name), ours(self, name, weight))
+    def weight_operand(self, name, *rest):
+        made = ours(self, name, *rest)
+        return kept.setdefault((id(self), name), tuple(tensor.clone() for tensor in made))
 
     QuantisedExperts.weight_operand = weight_operand
 

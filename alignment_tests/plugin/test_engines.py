@@ -50,12 +50,12 @@ def test_pages_of_16(engine, checkpoint, chunk):
 
 
 def test_retraction(engine, checkpoint):
-    """A pool of 400 tokens for 24 requests of up to 68."""
+    """A pool of 300 tokens for 24 requests of up to 75."""
     ids = laws.prompts([20 + i for i in range(24)], VOCAB, seed=5)
-    with engines.start(checkpoint, ["--max-total-tokens", "400", "--schedule-conservativeness", "0.1"]) as small:
-        found, retractions = laws.squeezed(small.client, engine.client, ids, 24)
+    with engines.start(checkpoint, ["--max-total-tokens", "300", "--schedule-conservativeness", "0.1"]) as small:
+        found, retractions = laws.squeezed(small.client, engine.client, ids, 32)
     zero(found)
-    assert retractions > 3, "the pool was never short: the test shows nothing"
+    assert retractions > 0, "the pool was never short: the test shows nothing"
 
 
 def test_two_engines_give_the_same(engine, checkpoint):

@@ -48,12 +48,12 @@ LAWS = {
     "neighbours_leak": lambda s, _: laws.alone_equals_batch(s.client, P, 1.0, 8),
     "chunk_restarts": lambda s, clean: laws.engines_agree(s.client, clean.client, P),
     "prefix_rows_shifted": lambda s, _: laws.hit_equals_miss(s.client, P[7][:100], P[2], 100),
-    "resumed_without_keys": lambda s, clean: laws.squeezed(s.client, clean.client, CROWD, 24)[0],
+    "resumed_without_keys": lambda s, clean: laws.squeezed(s.client, clean.client, CROWD, 32)[0],
     "experts_sorted": lambda s, _: laws.experts_agree(engines.tiny(), s.client, P),
 }
 ARGUMENTS = {
     "chunk_restarts": ["--chunked-prefill-size", "16"],
-    "resumed_without_keys": ["--max-total-tokens", "400", "--schedule-conservativeness", "0.1"],
+    "resumed_without_keys": ["--max-total-tokens", "300", "--schedule-conservativeness", "0.1"],
     "experts_sorted": ["--enable-return-routed-experts"],
 }
 
