@@ -22,14 +22,15 @@ DEMO_ARGS ?=
 # step: says what it does, does it, says how long it took.
 step = @printf '%s\n' '-- $(1)'; SECONDS=0; $(2); printf '   %d s\n' $$SECONDS
 
-.PHONY: help demo test test-all test-gpu test-sglang test-sglang-newest lint docs docs-check bench setup clean
+.PHONY: help demo test test-all test-gpu test-sglang test-sglang-all test-sglang-newest lint docs docs-check bench setup clean
 
 help:
 	@echo "make demo      set up, make the demo checkpoint, and align sampler and learner on it (minutes the first time)"
 	@echo "make test      set up, check style and docs, run the tests that take seconds"
 	@echo "make test-all  the slow tests too (soak, whole demo checkpoint)"
 	@echo "make test-gpu  the tests of the GPU kernels"
-	@echo "make test-sglang  SGLang with our model, on the CPU, in an environment of its own (.venv-sglang, 1.7 GB)"
+	@echo "make test-sglang  SGLang with our model, on the CPU, in an environment of its own (.venv-sglang, 1.7 GB);"
+	@echo "                  test-sglang-all adds the slow ones (faults put back), test-sglang-newest tries the newest SGLang"
 	@echo "make lint      ruff;  make docs  gather the execution specs;  make bench  the benchmarks"
 
 $(VENV)/.made:
@@ -97,6 +98,9 @@ $(SGVENV)/.installed: $(SGVENV)/.torch $(SGREQUIREMENTS) pyproject.toml
 	@touch $@
 
 test-sglang: $(SGVENV)/.installed
+	@printf '%s\n' '-- pytest'; $(SGPY) -m pytest -m "not gpu and not slow" alignment_tests/plugin
+
+test-sglang-all: $(SGVENV)/.installed
 	@printf '%s\n' '-- pytest'; $(SGPY) -m pytest -m "not gpu" alignment_tests/plugin
 
 # Does the newest SGLang still fit? On the CPU, in an environment that is made anew; says what broke, whatever it is.

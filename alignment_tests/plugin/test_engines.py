@@ -40,7 +40,7 @@ def test_prompts_and_decoding_requests_in_one_step(engine, checkpoint):
         zero(laws.engines_agree(engine.client, mixed.client, P, 0.6, 40))
 
 
-@pytest.mark.parametrize("chunk", ["64", "2048"])
+@pytest.mark.parametrize("chunk", ["64", pytest.param("2048", marks=pytest.mark.slow)])
 def test_pages_of_16(engine, checkpoint, chunk):
     """Hits of no page, exactly one, one but for a token, and several; and the same bits as with pages of one."""
     with engines.start(checkpoint, ["--page-size", "16", "--chunked-prefill-size", chunk]) as paged:
@@ -76,7 +76,7 @@ def check_against(model, server) -> None:
     zero(laws.alone_equals_batch(server.client, P[2:], 0.6, 8))
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4_per_token", "w4a16"])
+@pytest.mark.parametrize("recipe", ["nvfp4_per_token", pytest.param("w4a16", marks=pytest.mark.slow)])
 def test_a_recipe(checkpoint, recipe):
     """BF16 weights, quantised when they are used."""
     model = engines.tiny()

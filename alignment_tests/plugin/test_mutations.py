@@ -9,7 +9,7 @@ from alignment_tests.plugin.engines import VOCAB
 from alignment_tests.plugin.test_engine import P
 from alignment_tests.plugin.test_engines import updated
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]  # an engine each
 RECIPE = ["--json-model-override-args", '{"minitransformer_recipe": "nvfp4_per_token"}']
 CROWD = laws.prompts([20 + i for i in range(24)], VOCAB, seed=5)
 
