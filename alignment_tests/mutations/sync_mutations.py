@@ -15,6 +15,7 @@ from minitransformer.models.qwen3_moe.nvfp4_layout import MODELOPT
 from minitransformer.plugins.sglang import align, identity, send, sync
 
 _named, _quantise, _expected, _score = sync._named, sync._quantise, sync._expected, align.score
+_by_tensor = send.by_tensor
 
 
 def arrives() -> None:
@@ -61,6 +62,14 @@ def _of_another_tensor(model, packed):
 
 
 @contextmanager
+def _by_torchs_handles(tensors):
+    for _, tensor in tensors:
+        tensor.share_memory_()
+    with _by_tensor(tensors) as request:
+        yield request
+
+
+@contextmanager
 def _without_checksums():
     with mock.patch.object(sync, "unlike", lambda ours, theirs: []):
         yield
@@ -83,9 +92,8 @@ MUTATIONS = [
     Mutation("the probe is scored by nobody", "other arithmetic is seen",
              patched(sync, "log_prob_gap", lambda a, b: sync.Gap(1, 0, 0.0, 0.0, 0.0, 0.0)),
              test_sync.test_a_server_that_computes_otherwise_fails_the_probe),
-    Mutation("sharing moves the learner's parameters", "the learner is left as it was",
-             patched(send, "_shared", lambda tensors: [(n, t.share_memory_()) for n, t in tensors]),
-             test_sync.test_the_learner_is_left_as_it_was),
+    Mutation("torch's handles, which move the parameters", "the learner is left as it was",
+             patched(send, "by_tensor", _by_torchs_handles), test_sync.test_the_learner_is_left_as_it_was),
     Mutation("specs are not compared", "another recipe is told before sampling",
              patched(identity, "_forward", lambda entries: {}), test_align.check_another_recipe),
     Mutation("weights are not compared", "other weights are told before sampling",

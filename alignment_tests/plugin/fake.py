@@ -1,6 +1,7 @@
 """A stand-in for an SGLang server with our model, in this process: its answers over HTTP, and faults on request."""
 
 import base64
+import io
 import json
 import pickle
 import threading
@@ -17,6 +18,15 @@ from minitransformer.plugins.sglang.identity import identity
 from minitransformer.plugins.sglang.weights import Receiver, checksums
 from minitransformer.sampler.sampler import Sampler
 from minitransformer.sampler.sequence import SamplingParams
+
+
+class Unpickler(pickle.Unpickler):
+    """As strict as SGLang's."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.split(".")[0] not in ("torch", "builtins", "collections", "functools", "multiprocessing"):
+            raise RuntimeError(f"Blocked unsafe class loading ({module}.{name})")
+        return super().find_class(module, name)
 
 
 class Fake:
@@ -81,7 +91,7 @@ class Fake:
 
     def tensors(self, path: str, body: Any) -> list:
         if path == "/update_weights_from_tensor":
-            return pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
+            return Unpickler(io.BytesIO(base64.b64decode(body["serialized_named_tensors"][0]))).load()
         assert path == "/update_weights_from_disk", path
         return list(load_file(Path(body["model_path"]) / "model.safetensors").items())
 

@@ -138,9 +138,13 @@ def test_refused_before_anything_is_sent(tmp_path, monkeypatch):
         own = packed(tmp_path)
         server.model.set_recipe("nvfp4_per_token")  # it keeps BF16 and quantises by itself
         refused(Learner(own), server, "layer 0: the server keeps its experts in BF16")
-        monkeypatch.setattr(send.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1 << 10}))
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(send.os, "posix_fallocate", full)
         learner = trained(recipe="nvfp4_per_token")
-        refused(learner, server, "MiB free, the weights need", route="tensor")
+        refused(learner, server, "no room for 0.[1-9] MiB", route="tensor")
     with Fake(tiny_model(0), stock=True) as server:
         refused(trained(), server, "layer 1 is dense")
 
@@ -168,7 +172,7 @@ STATES = {
 @pytest.mark.parametrize("route", ["tensor", "disk"])
 @pytest.mark.parametrize("fault", STATES)
 def test_the_state_after_a_failure_is_named_and_a_retry_is_safe(fault, route, tmp_path, monkeypatch):
-    learner = trained()
+    learner, shared = trained(), set(Path(send.SHARED_MEMORY).iterdir())
     with Fake(tiny_model(0)) as server:
         Client(server.url).identity()
         sync(learner, server)  # warm: the time-out below is of the update alone
@@ -177,6 +181,7 @@ def test_the_state_after_a_failure_is_named_and_a_retry_is_safe(fault, route, tm
         with pytest.raises(InputError, match=STATES[fault]):
             sync(learner, server, route, tmp_path, timeout=0.5 if fault == "hang" else 60)
         assert not list(tmp_path.iterdir())
+        assert not [file for file in Path(send.SHARED_MEMORY).glob("tmp*") if file not in shared]
         if fault != "die":
             server.fault = ""
             assert sync(learner, server, route, tmp_path).equal

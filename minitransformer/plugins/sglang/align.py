@@ -60,11 +60,9 @@ def align_engine(
             require_same(model, identity, client.url)
             _require_weights(model, client)
     temperatures = [p.log_prob_temperature for p in params]
+    routed = bool(server.get("enable_return_routed_experts"))
     with timed(seconds, "sampler"):
-        routed = bool(server.get("enable_return_routed_experts"))
-        # -1: prompt tokens are not scored yet, so that the radix cache may spare them.
-        outs = client.generate(prompts, [_sglang(p, model.config) for p in params], -1, return_routed_experts=routed)
-        completions = [_completion(i, *row, model) for i, row in enumerate(zip(prompts, params, outs, strict=True))]
+        completions, outs = sample(model, client, prompts, params, return_routed_experts=routed)
     with timed(seconds, "rescore"):
         sequences = [c.prompt_ids + c.token_ids for c in completions]
         again = client.generate(sequences, {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True})
@@ -80,6 +78,15 @@ def align_engine(
     return EngineAlignment(
         model.spec.fingerprint(), completions, stages, [], gap, contrast, seconds, server, identity is None, rescored
     )
+
+
+def sample(
+    model: Any, client: Client, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], **more: Any
+) -> tuple[list[Completion], list[Output]]:
+    """The server's completions, as Sampler.generate gives its own. model: for its tokenizer and its config."""
+    # -1: prompt tokens are not scored, so that the radix cache may spare them.
+    outs = client.generate(prompts, [_sglang(p, model.config) for p in params], -1, **more)
+    return [_completion(i, *row, model) for i, row in enumerate(zip(prompts, params, outs, strict=True))], outs
 
 
 def _require_weights(model: Any, client: Client) -> None:

@@ -94,6 +94,7 @@ def activate() -> None:
     from sglang.srt.layers import sampler
     from sglang.srt.layers.attention import attention_registry
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang.srt.managers.tp_worker import BaseTpWorker
     from sglang.srt.mem_cache.allocator import paged
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -113,6 +114,7 @@ def activate() -> None:
     _wrap(TokenizerManager, "_validate_one_request", arguments.validate)
     _wrap(SamplingParams, "verify", arguments.verify)
     _wrap(SamplingBatchInfo, "from_schedule_batch", logits.with_seeds)
+    _wrap(BaseTpWorker, "_deserialize_own_rank", weights.readable)
     _wrap(WeightUpdater, "update_weights_from_tensor", weights.from_tensor)
     _wrap(WeightUpdater, "update_weights_from_disk", weights.from_disk)
     if not torch.cuda.is_available():

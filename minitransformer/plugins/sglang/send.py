@@ -5,18 +5,20 @@ Nothing of SGLang is imported: what its MultiprocessingSerializer writes is a pi
 
 import base64
 import io
+import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing  # teaches ForkingPickler to write a tensor as a handle
+import torch.multiprocessing  # teaches ForkingPickler to write a tensor of a GPU as a handle
 from torch import Tensor
 
 from minitransformer.checkpoint_files import replacing_directory, write_json, write_sharded
@@ -29,43 +31,52 @@ Named = Sequence[tuple[str, Tensor]]
 Request = tuple[str, dict[str, Any]]
 
 
+class _Call:
+    """Pickled as function(*arguments), which whoever reads it calls."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.call
+
+
 @contextmanager
 def by_tensor(tensors: Named) -> Iterator[Request]:
-    """Handles: of the learner's own memory on a GPU, of one copy in shared memory on the CPU. Same host only.
+    """Handles: of the learner's own memory on a GPU, of a copy in a file of shared memory on the CPU. Same host only.
 
-    InputError if the shared memory is too small. The copy lives until the context ends.
+    Not torch's handles on the CPU: they move the learner's parameters, and keep a copy that no receiver has fetched.
+    The file goes when the context ends; a server that has read it keeps its mapping, one that comes later is refused.
+    InputError if there is no room.
     """
-    before = torch.multiprocessing.get_sharing_strategy()
-    # By file name: descriptors are passed only to processes that share a secret, which a server does not.
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    try:
-        shared, pickled = _shared(tensors), io.BytesIO()
+    ends = list(accumulate(0 if t.is_cuda else -(-t.nbytes // ALIGNMENT) * ALIGNMENT for _, t in tensors))
+    with tempfile.NamedTemporaryFile(dir=SHARED_MEMORY if Path(SHARED_MEMORY).is_dir() else None) as file:
+        copy = _Call(partial(torch.from_file, dtype=torch.uint8), file.name, False, ends[-1])
+        shared: list[tuple[str, Any]] = []
+        if ends[-1]:
+            _reserve(file, ends[-1])
+            buffer = torch.from_file(file.name, shared=True, size=ends[-1], dtype=torch.uint8)
+        for (name, t), begin in zip(tensors, [0, *ends], strict=False):
+            if not t.is_cuda:
+                buffer[begin : begin + t.nbytes].view(t.dtype).view(t.shape).copy_(t)
+                bits = _Call(Tensor.narrow, copy, 0, begin, t.nbytes)
+                t = _Call(Tensor.view, _Call(Tensor.view, bits, t.dtype), tuple(t.shape))
+            shared.append((name, t))
+        pickled = io.BytesIO()
         ForkingPickler(pickled).dump(shared)
-    finally:
-        torch.multiprocessing.set_sharing_strategy(before)
-    handles = base64.b64encode(pickled.getvalue()).decode()
-    yield "/update_weights_from_tensor", {"serialized_named_tensors": [handles]}
-    shared.clear()
+        handles = base64.b64encode(pickled.getvalue()).decode()
+        yield "/update_weights_from_tensor", {"serialized_named_tensors": [handles]}
 
 
-def _shared(tensors: Named) -> list[tuple[str, Tensor]]:
-    """Views of one buffer in shared memory. The tensors themselves stay where they are: sharing would move them."""
-    sizes = [0 if t.is_cuda else -(-t.nbytes // ALIGNMENT) * ALIGNMENT for _, t in tensors]
-    total = sum(sizes)
-    if Path(SHARED_MEMORY).is_dir() and total > (free := shutil.disk_usage(SHARED_MEMORY).free):
+def _reserve(file: Any, size: int) -> None:
+    """Memory for all of it now: where it runs out later, a write ends the process."""
+    try:
+        os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
         raise InputError(
-            f"{SHARED_MEMORY} has {free / 2**20:,.0f} MiB free, the weights need {total / 2**20:,.0f}; make it larger, "
-            "or use the route disk"
-        )
-    buffer = torch.empty(total, dtype=torch.uint8).share_memory_()
-    shared = []
-    for (name, tensor), end, size in zip(tensors, accumulate(sizes), sizes, strict=True):
-        if not tensor.is_cuda:
-            begin = end - size
-            view = buffer[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            tensor = view.copy_(tensor)
-        shared.append((name, tensor))
-    return shared
+            f"{Path(file.name).parent}: no room for {size / 2**20:,.1f} MiB ({error.strerror}); make it larger, or use "
+            "the route disk"
+        ) from None
 
 
 @contextmanager

@@ -163,12 +163,22 @@ KEPT = "Nothing was written: the server goes on with the weights it had"
 
 def from_tensor(original: Any, updater: Any, named_tensors: Any, load_format: str | None = None) -> tuple[bool, str]:
     """WeightUpdater.update_weights_from_tensor: a bad update is answered, it doesn't stop the server."""
+    if isinstance(named_tensors, Exception):
+        return False, f"the tensors can't be read; is their sender gone? ({named_tensors}) {KEPT}"
     if load_format == "direct":
         return False, f"load_format 'direct' is not supported by miniTransformer; send Hugging Face names. {KEPT}"
     try:
         return original(updater, named_tensors, load_format)
     except InputError as error:
         return False, f"{error}. {KEPT}"
+
+
+def readable(original: Any, worker: Any, payloads: Any) -> Any:
+    """BaseTpWorker._deserialize_own_rank: what can't be read is answered by from_tensor and ends no scheduler."""
+    try:
+        return original(worker, payloads)
+    except Exception as error:
+        return error
 
 
 def from_disk(original: Any, updater: Any, model_path: str, *rest: Any, **options: Any) -> tuple[bool, str]:

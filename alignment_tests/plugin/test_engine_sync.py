@@ -1,0 +1,158 @@
+"""Learner and a real engine, in a loop: update, sync, sample, score; and what a real server does when a sync fails."""
+
+import os
+import signal
+
+import pytest
+
+from alignment_tests.plugin import engines, laws
+from alignment_tests.plugin.test_engine import P, zero
+from minitransformer.cli import main
+from minitransformer.errors import InputError
+from minitransformer.learner.learner import Learner
+from minitransformer.learner.losses import PolicyGradient
+from minitransformer.learner.packing import Sample
+from minitransformer.models.qwen3_moe.nvfp4_layout import MODELOPT
+from minitransformer.models.qwen3_moe.quantise import quantise
+from minitransformer.plugins.sglang import sync as sync_module
+from minitransformer.plugins.sglang.align import align_engine
+from minitransformer.plugins.sglang.sync import sync
+from minitransformer.recipe import get
+from minitransformer.sampler.sequence import SamplingParams
+
+pytestmark = pytest.mark.sglang
+RECIPE = "nvfp4_per_token"
+OVERRIDE = ["--json-model-override-args", f'{{"minitransformer_recipe": "{RECIPE}"}}']
+
+
+def learn(learner: Learner, client) -> float:
+    """One update on tokens of the engine's, with its log-probs as the old ones -> the largest gap to them."""
+    outs = laws.run(client, P[:4], 1.0, 8)
+    samples = [
+        Sample([*prompt, *out.token_ids], len(prompt), 1.0 - i % 2 * 2, out.log_probs)
+        for i, (prompt, out) in enumerate(zip(P[:4], outs, strict=True))
+    ]
+    return learner.update(samples, PolicyGradient()).max_log_prob_gap
+
+
+def check_loop(server, learner: Learner, packed: int) -> None:
+    """Two steps. Between an update and its sync the engine is stale, and that shows."""
+    for route in ("tensor", "disk"):
+        assert learn(learner, server.client) == 0
+        assert laws.learner_equals_engine(learner.model, server.client, P).differing, "the update changed nothing"
+        assert learner.sync(server, route=route).packed == packed
+        for temperature in (1.0, 0.6, 0.0):
+            zero(laws.learner_equals_engine(learner.model, server.client, P, temperature))
+
+
+def test_a_loop_in_bf16(engine):
+    learner = Learner(engines.tiny(), lr=1e-2)
+    sync(learner, engine).require_equal()
+    check_loop(engine, learner, 0)
+    assert sync(Learner(engines.tiny()), engine).equal  # as the other tests of this engine want it
+
+
+def test_a_loop_in_nvfp4_quantised_by_the_server(checkpoint):
+    model = engines.tiny()
+    model.set_recipe(RECIPE)
+    with engines.start(checkpoint, OVERRIDE) as server:
+        check_loop(server, Learner(model, lr=1e-2), 0)
+
+
+def test_a_loop_in_nvfp4_sent_packed(checkpoint, tmp_path):
+    quantise(checkpoint, tmp_path / "packed", get(RECIPE), MODELOPT)
+    model = engines.tiny()
+    model.set_recipe(RECIPE)
+    with engines.start(tmp_path / "packed") as server:
+        check_loop(server, Learner(model, lr=1e-2), 2)
+
+
+@pytest.mark.parametrize("route", ["tensor", "disk"])
+def test_the_same_weights_again_change_no_output(engine, route):
+    learner = Learner(engines.tiny())
+    first = laws.run(engine.client, P)
+    assert sync(learner, engine, route).equal
+    zero(laws.same(first, laws.run(engine.client, P)))
+
+
+def test_align(engine):
+    found = align_engine(engines.tiny(), engine.client, P, [SamplingParams(8, 0.6, seed=i) for i in range(len(P))])
+    assert found.equal and not found.stock
+    assert [r.stage for r in found.stages] == [
+        "layers.0.expert_ids", "layers.2.expert_ids", "log_prob", "prompt_log_prob",
+    ]  # fmt: skip
+    assert all(r.rows == sum(map(len, P)) + 7 * len(P) for r in found.stages[:2])
+    with pytest.raises(InputError, match="holds other weights than --model"):
+        align_engine(engines.tiny(1), engine.client, P, [SamplingParams(8)] * len(P))
+
+
+def test_other_shapes_are_told_by_the_server_too(engine, monkeypatch):
+    """Where the client's own check is missing."""
+    monkeypatch.setattr(sync_module, "require_same", lambda *_: None)
+    sums = engine.client.checksums()
+    for route in ("tensor", "disk"):
+        with pytest.raises(InputError, match="the model takes.*State: .* nothing was written$"):
+            sync(Learner(engines.tiny(vocab_size=engines.VOCAB + 16)), engine, route)
+    assert engine.client.checksums() == sums
+
+
+def test_a_server_that_stops_and_goes_on(checkpoint, monkeypatch):
+    """A time-out while it is stopped; the late update finds its sender gone and is turned away; a retry succeeds."""
+    monkeypatch.setattr(sync_module, "STATE_TIMEOUT", 1)
+    with engines.start(checkpoint) as server:
+        learner = Learner(engines.tiny(1))
+        sums = server.client.checksums()
+        told = sync_module.require_same
+
+        def stop_then(*rest):
+            told(*rest)
+            os.killpg(server.process.pid, signal.SIGSTOP)
+
+        monkeypatch.setattr(sync_module, "require_same", stop_then)
+        with pytest.raises(InputError, match="no answer within 2 s.*State: unknown, the server does not answer now"):
+            sync(learner, server, timeout=2)
+        monkeypatch.setattr(sync_module, "require_same", told)
+        os.killpg(server.process.pid, signal.SIGCONT)
+        assert server.client.checksums() == sums
+        assert sync(learner, server).equal
+        server.stop()
+        with pytest.raises(InputError, match="no server answers"):
+            sync(learner, server)
+
+
+def test_a_server_that_dies_half_way(checkpoint, monkeypatch):
+    with engines.start(checkpoint) as server:
+        told = sync_module.require_same
+
+        def kill_then(*rest):
+            told(*rest)
+            server.stop()
+
+        monkeypatch.setattr(sync_module, "require_same", kill_then)
+        with pytest.raises(InputError, match="State: unknown, the server does not answer now either"):
+            sync(Learner(engines.tiny(1)), server)
+
+
+def test_stock(tmp_path, capsys):
+    """Named, its gap shown, exit status 1; it takes weights, and nothing is proven."""
+    model = engines.tiny(sparse_layers=(True,) * 3)
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "prompts").write_text("".join(f'{{"ids": {ids}}}\n' for ids in P[:3]))
+    line = f"--model {tmp_path}/model --prompts {tmp_path}/prompts --no-contrast".split()
+    assert main(["align", *line, "--sampler", "sglang", "--stock"]) == 1
+    out = capsys.readouterr().out
+    assert "a STOCK server, SGLang's own model" in out and "DIFFERENT: " in out
+    with engines.start(tmp_path / "model", ["--attention-backend", "torch_native"], stock=True) as server:
+        for route in ("tensor", "disk"):
+            report = sync(Learner(model), server, route)
+            assert not report.equal and report.probe.differing and report.verdict().startswith("NOT PROVEN")
+
+
+def test_align_starts_a_server(checkpoint, tmp_path, capsys):
+    (tmp_path / "prompts").write_text("".join(f'{{"ids": {ids}}}\n' for ids in P[:3]))
+    line = f"--model {checkpoint} --prompts {tmp_path}/prompts --no-contrast --recipe {RECIPE}".split()
+    assert main(["align", *line, "--sampler", "sglang", "--sglang-arg=--chunked-prefill-size 16"]) == 0
+    out = capsys.readouterr().out
+    assert "EQUAL: 0 of " in out and "expert_ids" in out
+    assert main(["align", *line, "--sampler", "sglang", "--sglang-arg=--kv-cache-dtype fp8_e5m2"]) == 2
+    assert "keys and values are BF16" in capsys.readouterr().err
