@@ -52,6 +52,7 @@ def test_a_loop_in_bf16(engine):
     assert sync(Learner(engines.tiny()), engine).equal  # as the other tests of this engine want it
 
 
+@pytest.mark.slow  # the packed loop below has the same recipe
 def test_a_loop_in_nvfp4_quantised_by_the_server(checkpoint):
     model = engines.tiny()
     model.set_recipe(RECIPE)
@@ -120,6 +121,7 @@ def test_a_server_that_stops_and_goes_on(checkpoint, monkeypatch):
             sync(learner, server)
 
 
+@pytest.mark.slow  # an engine for one line; test_sync.py has the same with a stand-in
 def test_a_server_that_dies_half_way(checkpoint, monkeypatch):
     with engines.start(checkpoint) as server:
         told = sync_module.require_same
@@ -139,13 +141,22 @@ def test_stock(tmp_path, capsys):
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "prompts").write_text("".join(f'{{"ids": {ids}}}\n' for ids in P[:3]))
     line = f"--model {tmp_path}/model --prompts {tmp_path}/prompts --no-contrast".split()
-    assert main(["align", *line, "--sampler", "sglang", "--stock"]) == 1
-    out = capsys.readouterr().out
-    assert "a STOCK server, SGLang's own model" in out and "DIFFERENT: " in out
     with engines.start(tmp_path / "model", ["--attention-backend", "torch_native"], stock=True) as server:
+        assert main(["align", *line, "--sampler", server.url]) == 1
+        out = capsys.readouterr().out
+        assert "a STOCK server, SGLang's own model" in out and "DIFFERENT: " in out
         for route in ("tensor", "disk"):
             report = sync(Learner(model), server, route)
             assert not report.equal and report.probe.differing and report.verdict().startswith("NOT PROVEN")
+
+
+@pytest.mark.slow
+def test_align_starts_a_stock_server(tmp_path, capsys):
+    engines.tiny(sparse_layers=(True,) * 3).save_pretrained(tmp_path / "model")
+    (tmp_path / "prompts").write_text("".join(f'{{"ids": {ids}}}\n' for ids in P[:3]))
+    line = f"--model {tmp_path}/model --prompts {tmp_path}/prompts --no-contrast".split()
+    assert main(["align", *line, "--sampler", "sglang", "--stock"]) == 1
+    assert "a STOCK server, SGLang's own model" in capsys.readouterr().out
 
 
 def test_align_starts_a_server(checkpoint, tmp_path, capsys):
