@@ -78,8 +78,10 @@ test: lint docs-check
 test-all: lint docs-check $(VENV)/.smollm2
 	@printf '%s\n' '-- pytest'; $(PY) -m pytest -m "not gpu"
 
+# Each worker has its own CUDA context; most of the time goes into compiling kernels and into the CPU reference.
+GPU_WORKERS ?= 12
 test-gpu: $(VENV)/.installed
-	@$(PY) -m pytest -m gpu --tb=short -W ignore alignment_tests/gpu
+	@$(PY) -m pytest -m gpu --tb=short -W ignore -n $(GPU_WORKERS) alignment_tests/gpu
 
 # SGLang's requirements would bring CUDA builds and other versions of what is tested here: --no-deps, and a list.
 SGVENV := .venv-sglang

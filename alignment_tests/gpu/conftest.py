@@ -46,3 +46,21 @@ def pytest_terminal_summary(terminalreporter) -> None:
         terminalreporter.write_line(f"{law:72} {count['passed']:4d} of {total}" + ("" if law not in first else "  <--"))
         if law in first:
             terminalreporter.write_line(f"    {first[law]}")
+
+
+def pytest_configure(config) -> None:
+    config.pluginmanager.register(_Tell(config), "gpu-failures-at-once")
+
+
+class _Tell:
+    """Names a failure when it happens: a run that is cut short has no summary."""
+
+    def __init__(self, config) -> None:
+        self.config = config
+
+    def pytest_runtest_logreport(self, report) -> None:
+        terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None and not hasattr(self.config, "workerinput"):
+            crash = getattr(report.longrepr, "reprcrash", None)
+            message = crash.message.splitlines()[0] if crash else str(report.longrepr)
+            terminal.write_line(f"\nFAILED {report.nodeid}\n    {message[:300]}")
