@@ -26,6 +26,7 @@ from minitransformer.ops.gpu import (
     attention,
     attention_decode,
     attention_prefill,
+    attention_tiles,
     device,
     grouped_linear,
     linear,
@@ -117,8 +118,8 @@ def _attention() -> Iterator[Case]:
                 constants = (
                     group, head, width, schedule.rows, attention.KEY_TILE, attention.SEGMENT, contiguous, split,
                 )  # fmt: skip
-                name = f"attention {kind} {head} {schedule}"
-                yield Case(name, attention.attention_kernel, ATTENTION, constants, schedule.warps, schedule.stages)
+                name, kernel = f"attention {kind} {head} {schedule}", attention_tiles.attention_kernel
+                yield Case(name, kernel, ATTENTION, constants, schedule.warps, schedule.stages)
 
 
 def _attention_rings() -> Iterator[Case]:
@@ -136,14 +137,14 @@ def _attention_rings() -> Iterator[Case]:
                 types = ("*bf16", keys, keys, "*i64", "*i32", "*i32", "*bf16", "*fp32", "*fp32", "fp32", "i32!", "i32!",
                          "i32!")  # fmt: skip
                 flags = (*device.STRICT.items(), ("maxnreg", 168))
-                constants = (group, attention.SEGMENT, *schedule)
+                constants = (group, attention.SEGMENT, schedule.stages)
                 yield Case(name, attention_prefill.prefill_kernel, types, constants, 4, 1, flags)
 
 
 def _fold() -> Iterator[Case]:
     types = ("*fp32", "*fp32", "*fp32", "*i64", "*bf16", "*fp32", "*fp32", "i32!", "i32")
     for head, width in ((128, 128), (64, 64), (48, 64)):
-        yield Case(f"fold {head}", attention.fold_kernel, types, (head, width, attention.SEGMENT, 16), 1, 3)
+        yield Case(f"fold {head}", attention_tiles.fold_kernel, types, (head, width, attention.SEGMENT, 16), 1, 3)
 
 
 def row_cases() -> list[Case]:

@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 
 from alignment_tests.gpu.compile_all import Case, resources, row_cases, tensor_core_cases
 from minitransformer.errors import UnsupportedDevice
-from minitransformer.ops.gpu import attention, cuda, linear, quantised_linear
+from minitransformer.ops.gpu import attention, attention_tiles, cuda, linear, quantised_linear
 
 # FP32 arithmetic in PTX that an operator may contain beside the tensor core's; an FMA only where tl.fma stands.
 PLAIN = {"mul.rn.f32", "add.rn.f32", "sub.rn.f32", "max.f32", "setp.num.f32", "setp.nan.f32"}
@@ -62,7 +62,7 @@ def test_compiles_to_the_arithmetic_of_the_spec(case: Case):
     assert compiled.metadata.shared <= SHARED_LIMIT
     # Another kWidth would give a step of the chain other elements than 16 consecutive ones.
     assert set(re.findall(r"kWidth = (\d+)", layouts)) <= {"2"}
-    if case.kernel is attention.attention_kernel:
+    if case.kernel is attention_tiles.attention_kernel:
         # tl.sum is the quad sum only while a row belongs to one warp.
         assert set(re.findall(r"warpsPerCTA = \[(\d+, \d+)\], instrShape", layouts)) == {f"{case.warps}, 1"}
     if "swap=True" in case.name and "linear" in case.name:

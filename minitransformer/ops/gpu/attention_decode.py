@@ -69,6 +69,11 @@ def decode_kernel(
     BATCHES: gl.constexpr = SEGMENT // (TILES * KEYS)
     pair, sequence = gl.program_id(0), gl.program_id(1)
     g, segment = pair % (N // GROUP), pair // (N // GROUP)
+    batch = gl.arange(0, BATCHES, gl.SliceLayout(1, FLAT))
+    lane = gl.arange(0, TILES * KEYS, gl.SliceLayout(0, FLAT))
+    j = batch[:, None] * (TILES * KEYS) + lane[None, :]
+    table = key_rows_ptr + sequence.to(gl.int64) * max_keys + segment * SEGMENT
+    rows = gl.load(table + j, mask=segment * SEGMENT + j < max_keys, other=0).to(gl.int32)
     first, end = gl.load(bounds_ptr + sequence), gl.load(bounds_ptr + sequence + 1)
     last = gl.load(positions_ptr + end - 1).to(gl.int32)
     count = gl.minimum(last + 1 - segment * SEGMENT, SEGMENT)  # keys of this segment
@@ -81,11 +86,6 @@ def decode_kernel(
         sum_buf = gl.allocate_shared_memory(gl.float32, [TILES, ROWS], PLAIN2)
         tile_max = max_buf._reinterpret(gl.float32, [TILES, ROWS], PLAIN1)
         tile_sum = sum_buf._reinterpret(gl.float32, [TILES, ROWS], PLAIN1)
-        batch = gl.arange(0, BATCHES, gl.SliceLayout(1, FLAT))
-        key = gl.arange(0, TILES * KEYS, gl.SliceLayout(0, FLAT))
-        j = batch[:, None] * (TILES * KEYS) + key[None, :]
-        table = key_rows_ptr + sequence.to(gl.int64) * max_keys + segment * SEGMENT
-        rows = gl.load(table + j, mask=j < count, other=0).to(gl.int32)
         rows_buf._reinterpret(gl.int32, [BATCHES, TILES * KEYS], PLAIN2).store(rows)
         gl.thread_barrier()
         k_head, v_head = k_ptr + g * WIDTH, v_ptr + g * WIDTH
