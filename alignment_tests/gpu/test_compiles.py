@@ -1,5 +1,6 @@
 """Every Triton kernel compiles for sm_90a on any machine, to the arithmetic that the specs name and no other."""
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -130,7 +131,8 @@ def test_row_operator_compiles_elsewhere(case: Case, capability: int):
 @pytest.mark.parametrize("longest", [1, 2, 8, 512])
 @pytest.mark.parametrize(("group", "head"), [(8, 128), (3, 64), (2, 48)])
 def test_the_chosen_attention_schedules_do_not_spill(longest, group, head):
-    chosen = {attention.choose(longest, group, head, flat) for flat in (False, True)}
+    counts = ((1, 1), (1, 500), (8, 500))  # segments, programs
+    chosen = {attention.choose(longest, group, head, flat, *n) for flat in (False, True) for n in counts}
     cases = [c for c in tensor_core_cases() if any(c.name.startswith("attention") and str(s) in c.name for s in chosen)]
     cases = [c for c in cases if f" {head} " in c.name]
     assert len(cases) >= len(chosen)
@@ -142,8 +144,8 @@ def test_the_chosen_attention_schedules_do_not_spill(longest, group, head):
 @pytest.mark.parametrize("longest", [1, 2, 5, 9, 17, 300])
 @pytest.mark.parametrize("head", [16, 48, 64, 128])
 def test_the_chosen_attention_schedules_fit(longest, group, head):
-    for contiguous in (False, True):
-        schedule = attention.choose(longest, group, head, contiguous)
+    for contiguous, (segments, programs) in itertools.product((False, True), ((1, 1), (1, 500), (8, 100), (8, 500))):
+        schedule = attention.choose(longest, group, head, contiguous, segments, programs)
         assert schedule in attention.CANDIDATES and attention.fits(schedule, longest, group, head)
 
 
