@@ -8,6 +8,7 @@ from alignment_tests.bits import assert_bits_equal
 from alignment_tests.gpu.test_model_agrees import DEMO
 from alignment_tests.learner.tiny import tiny_model
 from minitransformer.alignment.align import align
+from minitransformer.cli import main
 from minitransformer.errors import InputError
 from minitransformer.learner.learner import Learner
 from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
@@ -140,6 +141,26 @@ def test_sampler_on_the_gpu_learner_on_the_cpu(shape):
     graphs = align(on_gpu(cpu), prompts, params, options, stages=["log_prob"], learner_model=cpu)  # nothing else traced
     assert graphs.equal and [c.token_ids for c in graphs.completions] == [c.token_ids for c in found.completions]
     assert align(cpu, prompts, params, options, learner_model=on_gpu(cpu)).equal
+
+
+def test_commands_take_a_device(tmp_path, capsys):
+    """generate, score and trace write what they write on a CPU; align compares both."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    (tmp_path / "prompts").write_text('{"ids": [1, 2, 3, 4, 5]}\n{"ids": [9]}\n')
+
+    def run(line: str) -> None:
+        assert main([*line.replace("@", f"{tmp_path}/").split()]) == 0, capsys.readouterr()
+
+    for device in ("cpu", "cuda"):
+        run(f"generate --model @model --prompts @prompts --json @{device}.jsonl --device {device}")
+        run(f"score --model @model --input @cpu.jsonl --json @{device}.scores --device {device}")
+        run(f"trace --model @model --prompts @prompts --out @{device}.trace --device {device}")
+    for kind in ("jsonl", "scores"):
+        assert (tmp_path / f"cuda.{kind}").read_text() == (tmp_path / f"cpu.{kind}").read_text()
+    run("compare @cuda.trace @cpu.trace")
+    for devices in ("--device cuda", "--device cuda --learner-device cpu", "--learner-device cuda"):
+        run(f"align --model @model --prompts @prompts --no-contrast {devices}")
+        assert "EQUAL: 0 of" in capsys.readouterr().out
 
 
 def test_draws_of_many_rows():
