@@ -15,7 +15,7 @@ def test_sizes():
     assert [padded(n) for n in (1, 2, 3, 4, 5, 16, 17)] == [1, 2, 4, 4, 8, 16, 32]
     assert padded(3, LEAST_PAGES) == LEAST_PAGES
     for most in range(1, 70):
-        assert spare_pages(most) >= max(padded(n) - n for n in range(1, most + 1))
+        assert spare_pages(most) >= max([1] + [padded(n) - n for n in range(1, most + 1)])
 
 
 def crowd(count: int = 11, num_pages: int = 40, new: int = 30) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from minitransformer.batch import Batch
+from minitransformer.ops import gpu
 from minitransformer.sampler.cache import KVCache
 from minitransformer.sampler.sequence import Sequence
 from minitransformer.weights_stamp import parts
@@ -30,8 +31,9 @@ def padded(n: int, least: int = 1) -> int:
 
 
 def spare_pages(max_sequences: int) -> int:
-    """Pages beside the pool's that the rows of padding write to, for up to max_sequences requests."""
-    return max(0, padded(max_sequences) // 2 - 1)
+    """Pages beside the pool's that the rows of padding write to, for up to max_sequences requests: one at least, for
+    the step before a capture, whose rows are all padding."""
+    return max(1, padded(max_sequences) // 2 - 1)
 
 
 @dataclass
@@ -75,7 +77,7 @@ class Inputs:
 
     def _spare(self, i: int) -> int:
         """The i'th row of padding writes here. Before a capture all rows are padding, and share pages."""
-        return self.cache.num_pages + i % max(1, self.cache.spare_pages)
+        return self.cache.num_pages + i % self.cache.spare_pages
 
     def batch(self) -> Batch:
         """A paged batch, computed from the device's buffer as part of the graph.
@@ -129,6 +131,7 @@ class DecodeGraphs:
         # Once eagerly, on padding alone: kernels are compiled and chosen, and a batch's bounds are copied.
         batch = inputs.batch()
         self.model(batch, self.cache)
+        gpu.device.clear(self.cache.k[0].device)  # of padding; what is found from here on belongs to requests
         kept = {name: batch.__dict__[name] for name in ("_bounds_on", "_contiguous") if name in batch.__dict__}
         graph, self._pool = torch.cuda.CUDAGraph(), self._pool or torch.cuda.graph_pool_handle()
         with torch.cuda.graph(graph, pool=self._pool):

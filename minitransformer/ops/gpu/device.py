@@ -73,6 +73,11 @@ def faults(home: torch.device) -> Tensor:
     return _of_layer(home, _LAYERS if layer is None else min(layer, _LAYERS - 1))
 
 
+def clear(home: torch.device) -> None:
+    """Forgets what kernels have left since the last check."""
+    _table(home).fill_(_NO_ROW)
+
+
 def check(home: torch.device, rows: int = _NO_ROW) -> None:
     """Waits for the GPU and raises RowError if a kernel met a value that its spec refuses. Nothing under capture.
 
