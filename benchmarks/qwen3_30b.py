@@ -106,7 +106,8 @@ def decode_rows(model, args, rate: float) -> list[dict]:
             rng = torch.Generator().manual_seed(requests)
             vocab, lengths = model.config.vocab_size, (requests, args.prompt)
             prompts = torch.randint(vocab, lengths, generator=rng).tolist()
-            params = [SamplingParams(args.new if graphs else min(24, args.new), seed=i, ignore_eos=True) for i in range(requests)]
+            new = args.new if graphs else min(24, args.new)
+            params = [SamplingParams(new, seed=i, ignore_eos=True) for i in range(requests)]
             done, times = sample(sampler, prompts, params)
             step = statistics.median(times["decode"])
             floor = step_bytes(model, requests, args.prompt + args.new / 2) / rate
