@@ -40,6 +40,8 @@ def test_gpus_that_are_there(monkeypatch, count, capability, message):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "A100")
     monkeypatch.setattr(devices, "find_spec", lambda name: True)
+    devices.unverified.cache_clear()
+    monkeypatch.setattr(devices, "unverified", devices.unverified.__wrapped__)
     if message is None:
         assert devices.resolve("cuda:1") == torch.device("cuda", 1)
         assert devices.resolve("cuda") == torch.device("cuda", 0)
