@@ -1,0 +1,63 @@
+"""The whole way from candidates to a table, acted out on the CPU: its reference stands for the GPU's tiles."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the GPU's modules need Triton")
+
+from minitransformer.ops import gpu, grouped_linear, linear
+from minitransformer.tuning import machine, subject, tune
+from minitransformer.tuning.table import Product
+
+CPU, PRODUCT = torch.device("cpu"), Product("linear", 1, 64, 128)
+
+
+@pytest.fixture
+def acted(monkeypatch):
+    """Our tiles are the CPU reference; of the libraries 'right' has the bits and 'split' adds two halves of K."""
+    dense, grouped = linear.forward, grouped_linear.forward
+
+    def split(a, b, out):
+        half = a.shape[1] // 2
+        parts = ((a[:, :half], b[:half]), (a[:, half:], b[half:]))
+        return sum(dense(x.contiguous(), w.t().contiguous(), torch.float32) for x, w in parts).to(out)
+
+    monkeypatch.setattr(gpu.linear, "forward", lambda x, w, out=torch.bfloat16, tile=None: dense(x, w, out))
+    monkeypatch.setattr(gpu.grouped_linear, "forward", lambda x, w, plan, scale=None, tile=None: grouped(x, w, plan, scale))  # noqa: E501
+    libraries = {"split": split, "right": lambda a, b, out: dense(a, b.t().contiguous(), out)}
+    monkeypatch.setattr(gpu.library, "DENSE", libraries)
+    monkeypatch.setattr(machine, "facts", lambda home: {"gpu": "none"})
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(subject, "median_ms", lambda calls, replays: float(calls[0]() is None) + 1.0)
+
+
+def test_a_table_is_made_and_holds(acted):
+    weighted = Product("grouped_linear weighted", 16, 32, 64)
+    made = tune.tune(CPU, [PRODUCT, weighted], rows=(1, 3), say=lambda line: None)
+    assert [(row.product, row.M) for row in made.rows] == [(PRODUCT, 1), (PRODUCT, 3), (weighted, 8), (weighted, 24)]
+    for row in made.rows:
+        assert row.library == ("right" if row.product == PRODUCT else None)
+        assert set(row.refused) == ({"split"} if row.product == PRODUCT else set())
+        assert tune.verify(row, CPU, seed=7) == []
+
+
+def test_the_rows_where_a_library_has_the_bits_are_found_one_by_one(acted, monkeypatch):
+    libraries = dict(gpu.library.DENSE)
+    libraries["sometimes"] = lambda a, b, out: libraries["split" if a.shape[0] in (2, 5, 6) else "right"](a, b, out)
+    monkeypatch.setattr(gpu.library, "DENSE", libraries)
+    proven = tune.proven_rows(PRODUCT, "sometimes", range(1, 10), CPU, seed=1)
+    assert [M for M in range(1, 12) if proven.holds(M)] == [1, 3, 4, 7, 8, 9]
+
+
+def test_a_library_is_refused_at_its_first_use_with_the_element(acted):
+    assert tune.refusal(PRODUCT, 4, "right", CPU) is None
+    assert tune.refusal(PRODUCT, 4, "split", CPU).startswith("mixed: row 0, column ")
+    assert tune.refusal(PRODUCT, 4, "no such", CPU) == "there is no such library product"
+
+
+def test_a_wrong_reference_ends_the_proof(acted, monkeypatch):
+    """The GPU's own tile is compared with the CPU before anything is compared with it."""
+    wrong = gpu.linear.forward
+    monkeypatch.setattr(gpu.linear, "forward", lambda *args: -wrong(*args))
+    with pytest.raises(RuntimeError, match="own tile is wrong: row 0, column 0"):
+        tune.tune(CPU, [PRODUCT], rows=(1,), say=lambda line: None)
