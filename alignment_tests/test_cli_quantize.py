@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 
 from alignment_tests.model.checkpoints import hf_config, hf_tensors, write
 from minitransformer.cli import main, parser
+from minitransformer.models.qwen3_moe import quantise
 from minitransformer.recipe import RECIPES
 
 # Nothing that pip installs can be imported below this line.
@@ -109,6 +111,45 @@ def test_bad_input_writes_nothing(source, tmp_path, capsys, options, message):
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+def bad_weights_leave_nothing(directory) -> None:
+    """Found while the checkpoint is written: neither the directory nor those above it, which were made for it, stay."""
+    tensors = hf_tensors(hf_config())
+    tensors["model.layers.2.mlp.experts.3.up_proj.weight"][1, 2] = float("nan")
+    source, there = write(directory / "source", hf_config(), tensors), directory / "there"
+    there.mkdir()
+    for out in ("out", "new/deep/out", "there/deep/out"):
+        assert main(f"quantize --model {source} --out {directory}/{out}".split()) == 2
+    assert sorted(path.name for path in directory.iterdir()) == ["source", "there"] and not list(there.iterdir())
+
+
+def test_bad_weights_leave_nothing(tmp_path, capsys):
+    bad_weights_leave_nothing(tmp_path)
+    err = capsys.readouterr().err
+    assert err.count("experts.3.up_proj.weight[1, 2] is nan, not a finite BF16 number") == err.count("\n") == 3
+
+
+def test_sigterm_leaves_nothing(source, tmp_path, monkeypatch):
+    handler = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(quantise, "write_sharded", lambda *_: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit) as stop:
+        main(f"quantize --model {source} --out {tmp_path}/new/out".split())
+    assert stop.value.code == 143 and signal.getsignal(signal.SIGTERM) is handler
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_mxfp8_names_the_layer_and_its_own_recipe(tmp_path, capsys):
+    config = hf_config(moe_intermediate_size=48)
+    source = write(tmp_path / "source", config, hf_tensors(config))
+    (tmp_path / "p").write_text('{"ids": [1]}')
+    line = f"generate --model {source} --prompts {tmp_path}/p --recipe nvfp4_per_token --layers 2=w4a8_mxfp8"
+    assert main(line.split()) == 2
+    assert "layer 2, w4a8_mxfp8: MXFP8 needs" in capsys.readouterr().err
+
+
+def test_the_beginning_of_a_name_offers_the_default():
+    assert "did you mean nvfp4_per_token?" in alone("describe", "nvfp4").stderr
+
+
 def test_a_quantised_checkpoint_aligns(source, tmp_path, capsys):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"ids": [1, 2, 3, 4, 5]}\n{"ids": [9]}\n')
@@ -116,6 +157,7 @@ def test_a_quantised_checkpoint_aligns(source, tmp_path, capsys):
     line = f"align --model {tmp_path}/out --prompts {prompts} --max-new-tokens 4 --no-contrast"
     assert main(line.split()) == 0
     out = capsys.readouterr().out
+    assert re.search("fingerprint [0-9a-f]{16}, recipe nvfp4_per_token\n", out)
     assert "gate_up_codes" in out and "down_outer" in out and "EQUAL: 0 of " in out
     assert main((line + " --recipe w4a16").split()) == 0
     assert main((line + " --recipe nvfp4_per_row").split()) == 2

@@ -76,3 +76,21 @@ def test_no_environment_variable_is_read(name, monkeypatch):
     with torch.no_grad():
         model(batch)
     model.spec.fingerprint()
+
+
+def one_recipe_one_fingerprint() -> None:
+    """Whatever patterns say it, and if they say nothing new."""
+
+    def fingerprint(*overrides):
+        model = tiny_model(1)
+        model.set_recipe(get("nvfp4_per_token").with_overrides(overrides, 3))
+        return model.spec.fingerprint()
+
+    plain, last = fingerprint(), fingerprint(("2", "bf16"))
+    assert {fingerprint((p, "bf16")) for p in ("layers.2", "model.layers.2.mlp.experts*", "*.[2-9].*")} == {last}
+    assert fingerprint(("0", "nvfp4_per_token")) == fingerprint(("2", "bf16"), ("*", "nvfp4_per_token")) == plain
+    assert len({plain, last, fingerprint(("2", "w4a16")), fingerprint(("0", "bf16"))}) == 4
+
+
+def test_one_recipe_one_fingerprint():
+    one_recipe_one_fingerprint()

@@ -9,7 +9,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +200,7 @@ def replacing_directory(directory: str | os.PathLike, own: Iterable[str]) -> Ite
             raise InputError(
                 f"{directory}: exists and is not just a checkpoint ({first_few(foreign)}); choose another place"
             )
+    made = [folder for folder in target.parents if not folder.exists()]  # the innermost first
     temporary, old = (target.with_name(f".{target.name}.{kind}-{secrets.token_hex(4)}") for kind in ("new", "old"))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -218,4 +219,13 @@ def replacing_directory(directory: str | os.PathLike, own: Iterable[str]) -> Ite
         raise InputError(f"{directory}: cannot be written ({error.strerror}); nothing was changed") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        if not target.exists():
+            _remove_empty(made)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    """Folders that were made for what then failed; one that somebody else has used meanwhile stays."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()

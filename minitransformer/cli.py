@@ -1,5 +1,5 @@
-"""The command `minitransformer`. Exit status: 0 done and nothing differs, 1 something differs or some requests of
-`generate` failed, 2 bad input.
+"""The command `minitransformer`. Exit status: 0 done and nothing differs, 1 something differs or some requests
+failed, 2 bad input, 130 and 143 ended by Ctrl-C or SIGTERM.
 
 Nothing here or in `commands` imports torch before a command runs, so that --help answers at once.
 """
@@ -7,15 +7,18 @@ Nothing here or in `commands` imports torch before a command runs, so that --hel
 import argparse
 import os
 import re
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 from minitransformer.commands import align, compare, describe, doctor, generate, quantize, recipes, score, sync, trace
 from minitransformer.errors import InputError, UnsupportedDevice
 
 COMMANDS = (align, generate, score, trace, compare, sync, quantize, recipes, describe, doctor)
-DIFFERS, BAD_INPUT, INTERRUPTED = 1, 2, 130
+DIFFERS, BAD_INPUT, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 
 
 class _Parser(argparse.ArgumentParser):
@@ -50,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status; bad input is one line on stderr."""
     args = parser().parse_args(argv)
     try:
-        return args.run(args)
+        with _ending_on_sigterm():
+            return args.run(args)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -77,6 +81,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+@contextmanager
+def _ending_on_sigterm() -> Iterator[None]:
+    """What was begun is cleared away, as after Ctrl-C: temporary files, a server that was started."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may ask for signals
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 if __name__ == "__main__":

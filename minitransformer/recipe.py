@@ -140,7 +140,8 @@ def get(name: str) -> Recipe:
     """The named recipe. InputError offers the closest name."""
     if isinstance(name, str) and name in RECIPES:
         return RECIPES[name]
-    close = get_close_matches(str(name), RECIPES, n=1, cutoff=0.3)
+    begun = [one for one in RECIPES if name and one.startswith(str(name))]  # nvfp4: the default comes first
+    close = begun or get_close_matches(str(name), RECIPES, n=1, cutoff=0.3)
     hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(RECIPES)}"
     raise InputError(f"recipe {name!r} is not known; {hint}")
 
@@ -181,7 +182,9 @@ def describe(recipe: Recipe) -> str:
         f"            outer scale of weights: {weight_outer}",
         f"  backward  {recipe.backward}: "
         + (
-            "straight through, gradients of the saved high-precision operands"
+            "straight through, gradients of the saved high-precision operands\n"
+            "            mxfp8 instead, to compare, is chosen in Python (no command computes gradients):\n"
+            f"            model.set_recipe(get({recipe.name!r}).with_backward('mxfp8'))"
             if recipe.backward == "bf16"
             else "straight through, operands of the gradient products rounded to MXFP8 (to compare; not the default)"
         ),

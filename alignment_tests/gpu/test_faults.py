@@ -1,5 +1,9 @@
 """The table of bad rows, without a GPU: what `check` makes of what kernels leave in it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
 import pytest
 import torch
 
@@ -9,9 +13,15 @@ from minitransformer.ops.gpu import device
 HOME = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def no_capture(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+@contextmanager
+def without_a_gpu() -> Iterator[None]:
+    """No capture is asked for, and no fault of a check that failed is left."""
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False):
+        device._table(HOME).fill_(device._NO_ROW)
+        try:
+            yield
+        finally:
+            device._table(HOME).fill_(device._NO_ROW)
 
 
 def leave(op: str, row: int) -> None:
@@ -20,7 +30,8 @@ def leave(op: str, row: int) -> None:
     slots[device.slot(op)] = min(row, int(slots[device.slot(op)]))
 
 
-def test_the_first_layer_is_reported_and_then_all_is_forgotten():
+@without_a_gpu()
+def first_layer_first() -> None:
     device.check(HOME)
     for layer, row in ((7, 0), (2, 5), (2, 3), (5, 1)):
         with in_layer(layer):
@@ -32,7 +43,8 @@ def test_the_first_layer_is_reported_and_then_all_is_forgotten():
     device.check(HOME)
 
 
-def test_outside_of_layers_and_beyond_the_table():
+@without_a_gpu()
+def outside_and_beyond() -> None:
     leave("embedding", 4)
     with pytest.raises(RowError, match="embedding: row 4") as error:
         device.check(HOME)
@@ -44,11 +56,39 @@ def test_outside_of_layers_and_beyond_the_table():
     assert error.value.layer == device._LAYERS - 1
 
 
-def test_rows_that_pad_a_batch_are_forgotten():
+@without_a_gpu()
+def padding_forgotten() -> None:
     with in_layer(0):
         leave("router", 9)
     device.check(HOME, rows=9)
     device.check(HOME)
+
+
+@without_a_gpu()
+def whose_layer() -> None:
+    """Two layers' faults of one op do not meet, and an op's slot is its own."""
+    for layer, op, row in ((4, "router", 2), (3, "router", 6), (3, "rope", 7)):
+        with in_layer(layer):
+            leave(op, row)
+    with pytest.raises(RowError) as error:
+        device.check(HOME)
+    assert (error.value.op, error.value.layer, error.value.rows) == ("rope", 3, [7])
+
+
+def test_the_first_layer_is_reported_and_then_all_is_forgotten():
+    first_layer_first()
+
+
+def test_outside_of_layers_and_beyond_the_table():
+    outside_and_beyond()
+
+
+def test_rows_that_pad_a_batch_are_forgotten():
+    padding_forgotten()
+
+
+def test_the_layers_and_the_ops_keep_apart():
+    whose_layer()
 
 
 def test_every_op_has_a_slot_and_every_layers_slots_are_aligned():

@@ -63,6 +63,19 @@ def test_missing_scale(tmp_path, form, which):
     refuse(tmp_path, form, lambda t: t.pop(name), name, "missing beside a packed weight")
 
 
+def check_scale_of_one_half(directory, form):
+    """Gate's or up's outer scale or block scales alone are missing, in one expert."""
+    for half in ("gate_proj", "up_proj"):
+        for which in (1, 2):
+            name = names(form)[which].replace("up_proj", half)
+            refuse(directory, form, lambda t, name=name: t.pop(name), name, "missing beside a packed weight")
+
+
+@both
+def test_the_scale_of_one_half_is_missing(tmp_path, form):
+    check_scale_of_one_half(tmp_path, form)
+
+
 @both
 def test_missing_activation_scales_are_no_error(tmp_path, form):
     config = config_of(form)

@@ -13,6 +13,7 @@ from minitransformer.learner.learner import Learner
 from minitransformer.learner.packing import Sample
 from minitransformer.ops import nvfp4
 from minitransformer.recipe import RECIPES, Recipe, get
+from minitransformer.sampler.sampler import Sampler
 
 INVARIANT = ["nvfp4_per_token", "nvfp4_per_row", "w4a16", "w4a8_mxfp8"]
 
@@ -120,6 +121,12 @@ def test_weights_are_quantised_once_an_update(monkeypatch):
     with torch.no_grad():
         model(batch), model(batch)
     assert calls.count(3) == weights
+    sampler, learner = Sampler(model), Learner(model, lr=1e-2)
+    for first in (sampler.generate, learner.score):  # whoever comes first
+        learner.update([Sample([1, 2, 3, 4], 1, 1.0, [-3.0] * 3)])
+        calls.clear()
+        first([[1, 2, 3]], *([[1]] if first == learner.score else [])), sampler.generate([[4]]), model(batch)
+        assert calls.count(3) == weights
 
 
 def test_updates_keep_the_law():

@@ -42,6 +42,17 @@ def test_the_inverse_of_an_inverse_of_an_inverse_is_the_inverse():
 
 
 @both
+def test_activation_scales_stay_finite(tmp_path, form):
+    """Also where the bound of an activation is beyond FP32."""
+    tensors = hf_tensors(hf_config())
+    tensors["model.layers.0.post_attention_layernorm.weight"][3] = 3e38
+    write(tmp_path / "bf16", hf_config(), tensors)
+    stored = load_file(quantised(tmp_path, form) / "model.safetensors")
+    static = [t for name, t in stored.items() if name.endswith(SUFFIXES[form][3])]
+    assert len(static) == 6 * E and all(0 < float(t) < math.inf for t in static)
+
+
+@both
 def test_written_names_types_and_shapes(tmp_path, form):
     """What SGLang, vLLM and TensorRT-LLM allocate before they copy a tensor of this name into it."""
     path = quantised(tmp_path, form)

@@ -8,8 +8,10 @@ from torch.nn import Parameter
 
 from alignment_tests.bits import assert_bits_equal
 from alignment_tests.learner.tiny import tiny_model
+from minitransformer.batch import Batch
 from minitransformer.models.qwen3_moe.experts import QuantisedExperts
 from minitransformer.recipe import get
+from minitransformer.sampler.sampler import Sampler
 from minitransformer.weights_stamp import WeightsStamp
 
 
@@ -66,3 +68,35 @@ def replaced_weights_are_quantised_again() -> None:
 
 def test_replaced_weights_are_quantised_again():
     replaced_weights_are_quantised_again()
+
+
+def written_behind_torchs_back(announce) -> None:
+    """announce(model, sampler) says so, as Sampler.reset_cache asks for; then no copy of the old weights is used."""
+    model, other = tiny_model(1), tiny_model(1)
+    model.set_recipe("nvfp4_per_token")
+    sampler = Sampler(model)
+    old = sampler.generate([[1, 2, 3]])
+    for changed in (model, other):
+        for layer in (changed.layers[0], changed.layers[2]):
+            layer.mlp.down.weight.data.mul_(-2)
+    announce(model, sampler)
+    new = sampler.generate([[1, 2, 3]])
+    other.set_recipe("nvfp4_per_token")
+    want = Sampler(other).generate([[1, 2, 3]])
+    assert (new[0].token_ids, new[0].log_probs) == (want[0].token_ids, want[0].log_probs)
+    assert new[0].log_probs != old[0].log_probs
+    with torch.no_grad():
+        assert_bits_equal(model(Batch.packed([[4, 5]])), other(Batch.packed([[4, 5]])))
+
+
+def raises_the_version(model, sampler) -> None:
+    model.weights_version += 1
+
+
+def resets_the_cache(model, sampler) -> None:
+    sampler.reset_cache()
+
+
+def test_quantised_copies_do_not_outlive_weights_that_torch_did_not_see_change():
+    written_behind_torchs_back(raises_the_version)
+    written_behind_torchs_back(resets_the_cache)

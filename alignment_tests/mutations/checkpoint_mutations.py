@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from alignment_tests import test_cli_quantize
 from alignment_tests.model import test_bad_checkpoints, test_config, test_saving, test_weights
 from alignment_tests.model.checkpoints import hf_config, refused
 from alignment_tests.mutations import Mutation, patched
+from minitransformer import checkpoint_files
 from minitransformer.checkpoint_files import TensorFiles
 from minitransformer.errors import InputError
 from minitransformer.models.qwen3_moe import config as config_module
@@ -156,6 +158,9 @@ MUTATIONS = [
               test_config.test_sparse_layers_as_transformers_chooses_them),
     _refusing("YaRN interpolates every frequency", Yarn, "ramp", lambda *args: _ramp(*args) * 0 + 1, _yarn),
     _refusing("YaRN without its attention factor", Yarn, "attention_scale", lambda self: 1.0, _yarn),
+    Mutation("directories made for what failed stay", "a file appears whole or not at all",
+             patched(checkpoint_files, "_remove_empty", _nothing),
+             _in_temporary(test_cli_quantize.bad_weights_leave_nothing)),
     Mutation("saving in place", "a file appears whole or not at all",
              patched(weights, "replacing_directory", _in_place), _in_temporary(_failing_save)),
     Mutation("a tokenizer's truncation kept", "a prompt is never shortened",

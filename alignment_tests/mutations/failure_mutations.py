@@ -1,11 +1,15 @@
 """Faults of how a refused row is handled, put back one by one: whose it is, who goes on, what is kept of it."""
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+from alignment_tests import test_cli_failures
 from alignment_tests.mutations import Mutation, patched
 from alignment_tests.sampler import test_bad_rows
 from minitransformer.batch import Batch
+from minitransformer.commands import prompt_lines
 from minitransformer.errors import InputError, RowError
 from minitransformer.learner.packing import Pack
 from minitransformer.sampler.pages import PagePool
@@ -18,6 +22,11 @@ FAULTS = Batch.faults
 
 def bad_row() -> None:
     test_bad_rows.fails_alone("nvfp4_per_token", 0, "gate_up")
+
+
+def align() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        test_cli_failures.align_compares_the_others(Path(directory))
 
 
 def blamed_on_the_first(self: Batch, error: RowError) -> dict[int, str]:
@@ -55,6 +64,8 @@ MUTATIONS = [
     Mutation("a refused row's position is counted from its chunk", FAILS,
              patched(Batch, "faults", counted_within_its_sequence), bad_row),
     Mutation("a failed request keeps its pages", PAGES, patched(Scheduler, "fail", failed_with_its_pages), bad_row),
+    Mutation("a failed request does not count on the command line", FAILS,
+             patched(prompt_lines, "report_failed", lambda *args: False), align),
     Mutation("poisoned pages stay in the prefix cache", "ignores the prefix cache",
              patched(PagePool, "discard", PagePool.release), test_bad_rows.poisoned_pages),
     Mutation("a refused row of the learner is named by its place in the pack", FAILS,

@@ -106,6 +106,24 @@ def _swizzled(*args):
         yield name, tensor
 
 
+class _OneHalfIsEnough(TensorFiles):
+    """A scale that gate or up lacks is the other's, as engines have it that keep one for both."""
+
+    def __init__(self, directory):
+        super().__init__(directory)
+        self.lent = {}
+        for name in list(self.files):
+            gate, up = (name.replace(*pair) for pair in (("up_proj", "gate_proj"), ("gate_proj", "up_proj")))
+            other = up if name == gate else gate
+            if other not in self.files and "scale" in name:
+                self.lent[other] = name
+                for known in (self.files, self.shapes, self.dtypes):
+                    known[other] = known[name]
+
+    def __getitem__(self, name):
+        return super().__getitem__(self.lent.get(name, name))
+
+
 def _everything(self, module):
     return True
 
@@ -142,6 +160,9 @@ MUTATIONS = [
     Mutation("a half that stands twice is overlooked", "every tensor is used exactly once",
              patched(weights_nvfp4, "_check_headers", lambda *args: None),
              _in_temporary(lambda d: bad.check_double_half(d, "modelopt"))),
+    Mutation("half a scale is enough", "every tensor is used exactly once",
+             patched(weights_nvfp4, "TensorFiles", _OneHalfIsEnough),
+             _in_temporary(lambda d: [bad.check_scale_of_one_half(d, form) for form in bad.FORMS])),
     Mutation("a list that forgets what is stored in BF16", "names decide what is quantised",
              patched(weights_nvfp4, "_refuse_forgotten", lambda files, said: None),
              _in_temporary(lambda d: bad.check_what_the_list_forgot(d, "modelopt"))),

@@ -13,14 +13,16 @@ from alignment_tests.model import test_weights_stamp
 from alignment_tests.mutations import Mutation, patched
 from alignment_tests.ops import test_dispatch, test_grouped_linear, test_quantised_linear, test_swiglu
 from minitransformer import recipe
-from minitransformer.models.qwen3_moe import experts
+from minitransformer.models.qwen3_moe import experts, model
 from minitransformer.models.qwen3_moe.experts import QuantisedExperts
 from minitransformer.ops import cpu, dispatch, mxfp8, nvfp4, quantised_linear, swiglu
+from minitransformer.sampler.sampler import Sampler
 
 QUANTIZE, SWIGLU, COMBINE, OPERAND = (
     nvfp4.quantize, experts.swiglu_amax, dispatch.combine_weighted_forward, QuantisedExperts.weight_operand,
 )  # fmt: skip
 GATHER, FORWARD_AMAX, COVERS = dispatch.gather_amax_forward, swiglu.forward_amax, recipe.covers
+CHOOSE = experts.choose
 
 
 def law(check):
@@ -114,6 +116,11 @@ def any_projection(pattern, layer):
     return COVERS(pattern, layer) or any(fnmatchcase(name, pattern) for name in names)
 
 
+def patterns_kept(layers, config, chosen):
+    CHOOSE(layers, config, chosen)
+    return chosen
+
+
 MUTATIONS = [
     *(Mutation(f"the amax of a gathered row misses its last column, {R} rows", "a fused amax is that of a pass",
                patched(dispatch, "gather_amax_forward", amax_without_the_last_column),
@@ -141,6 +148,14 @@ MUTATIONS = [
     Mutation("weights to quantise known by their address", "an update is seen",
              patched(experts, "WeightsStamp", lambda tensors: [(t.data_ptr(), t._version) for t in tensors]),
              test_weights_stamp.replaced_weights_are_quantised_again),
+    Mutation("a raised version leaves quantised weights alone", "an update is seen",
+             patched(model, "forget_copies", lambda layers: None),
+             lambda: test_weights_stamp.written_behind_torchs_back(test_weights_stamp.raises_the_version)),
+    Mutation("reset_cache leaves quantised weights alone", "an update is seen",
+             patched(Sampler, "reset_cache", Sampler._renew),
+             lambda: test_weights_stamp.written_behind_torchs_back(test_weights_stamp.resets_the_cache)),
+    Mutation("the fingerprint holds patterns as they were typed", "one recipe, one fingerprint",
+             patched(model, "choose", patterns_kept), test_recipe.one_recipe_one_fingerprint),
     Mutation("gate's and up's outer scales merged", "agrees (quantised_linear)",
              gate_and_up_merged, test_quantised_linear.test_gate_and_up_keep_their_own_scale),
 ]  # fmt: skip

@@ -24,13 +24,14 @@ from minitransformer.alignment.gap import Gap, log_prob_gap
 from minitransformer.alignment.trace import Trace
 from minitransformer.learner.learner import Learner
 from minitransformer.sampler.sampler import Sampler
-from minitransformer.sampler.sequence import Completion, NewToken, SamplingParams
+from minitransformer.sampler.sequence import Completion, NewToken, RequestError, SamplingParams
 
 
 @dataclass(frozen=True)
 class Alignment:
     """What `align` found.
 
+    completions  of every request; one that an operator refused (its `error` says why) is not compared
     stages       sampler (a) against learner (b), in the model's order
     recomputed   rows that the sampler computed more than once (preemption), first bits against later ones
     gap          the completions' log-probs, learner against sampler
@@ -47,9 +48,15 @@ class Alignment:
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
+    def finished(self) -> list[Completion]:
+        """The requests that were compared."""
+        return [c for c in self.completions if c.error is None]
+
+    @property
     def equal(self) -> bool:
-        """No element differs, every stage that one side has was compared, and every sampled token was scored."""
-        tokens = sum(len(c.token_ids) for c in self.completions)
+        """Of the finished requests no element differs, every stage that one side has was compared, and every sampled
+        token was scored."""
+        tokens = sum(len(c.token_ids) for c in self.finished)
         stages = all(r.equal and r.rows for r in self.stages) and not nothing_compared(self.stages)
         return stages and all(r.equal for r in self.recomputed) and self.gap.tokens == tokens and not self.gap.differing
 
@@ -75,7 +82,8 @@ def align(
     learner_model     the model that the learner scores with, of the same weights; None: `model`. On another device, it
                       shows that the one predicts the other's bits
 
-    Raises InputError for bad prompts or parameters, or if the model's spec changed after sampling.
+    Raises InputError for bad prompts or parameters, or if the model's spec changed after sampling, and RequestError if
+    every request failed; where some did, the others are compared.
     """
     seconds: dict[str, float] = {}
     # Taken now: what the sampler followed, whatever happens to the model before the learner scores.
@@ -83,19 +91,25 @@ def align(
     on_step("sampler")
     with timed(seconds, "sampler"):
         sampler, trace = Sampler(model, **(sampler_options or {})), Trace(stages, strict=False)
-        completions = sampler.generate(prompts, params, trace=trace, on_token=on_token)
-    temperatures = [p.log_prob_temperature for p in params]
+        try:
+            completions = sampler.generate(prompts, params, trace=trace, on_token=on_token)
+        except RequestError as error:
+            completions = error.completions
+            if all(c.error is not None for c in completions):
+                raise  # there is nothing to compare
+    finished = [(c, p.log_prob_temperature) for c, p in zip(completions, params, strict=True) if c.error is None]
+    good, temperatures = map(list, zip(*finished, strict=True))
 
     on_step("learner")
     with timed(seconds, "learner"):
         followed.require_same((learner_model or model).spec, "sampler and learner")
-        compared, gap = score(learner_model or model, completions, temperatures, trace)
+        compared, gap = score(learner_model or model, good, temperatures, trace)
     recomputed = trace.conflicts()
     del sampler, trace  # their memory is free before another copy of the model is loaded
 
     on_step("transformers")
     with timed(seconds, "transformers"):
-        contrast = contrast_gap(checkpoint, completions, temperatures)
+        contrast = contrast_gap(checkpoint, good, temperatures)
     return Alignment(followed.fingerprint(), completions, compared, recomputed, gap, contrast, seconds)
 
 

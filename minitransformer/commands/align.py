@@ -3,7 +3,8 @@
 The sampler generates with pages, chunked prefill, continuous batching and a prefix cache; the learner scores the same
 tokens in one packed pass. Beside it, as a contrast, transformers scores them in BF16 (if it is installed).
 With --sampler an SGLang server samples, and what it says of its tokens is compared (docs/sglang.md).
-Exit status 0 only if nothing differs, 1 if something does, 2 for bad input.
+A request whose activations are not finite fails alone: the others are compared, and stderr names it.
+Exit status 0 only if nothing differs and no request failed, else 1; 2 for bad input, or if every request failed.
 
 Example:
   minitransformer align --model demo/checkpoint --prompts examples/prompts.txt --max-new-tokens 32 --seed 7
@@ -15,7 +16,7 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from minitransformer.commands import align_sglang, common
+from minitransformer.commands import align_sglang, common, prompt_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     prompts, lines = common.read_prompt_ids(args, model)
     from minitransformer.alignment.align import align
 
-    with common.progress() as show, common.naming_prompts(args.prompts, lines):
+    with common.progress() as show, prompt_lines.naming_prompts(args.prompts, lines):
         found = align(
             model,
             prompts,
@@ -75,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
         )
     _print(common.console(), args, model, found)
     common.write_json(args.json, to_json(args, model, found))
-    return 0 if found.equal else 1
+    failed = prompt_lines.report_failed(args.prompts, lines, found.completions)
+    return 0 if found.equal and not failed else 1
 
 
 def _print(console: "Console", args: argparse.Namespace, model: Any, found: "Alignment") -> None:
@@ -117,11 +119,13 @@ def header(args: argparse.Namespace, model: Any, found: "Alignment", how: str, d
     config, completions = model.config, found.completions
     tokens = sum(len(c.token_ids) for c in completions)
     cached, again = sum(c.cached_tokens for c in completions), sum(c.preemptions for c in completions)
-    fed = sum(len(c.prompt_ids) + len(c.token_ids) - 1 for c in completions)
+    fed = sum(len(c.prompt_ids) + len(c.token_ids) - 1 for c in found.finished)
+    recipe, other = model.recipe.name, "".join(f" {i}->{name}" for i, name in model.recipe.overrides)
     lines = [
         f"model    {args.model}: {config.num_layers} layers, {config.num_experts} experts, top-{config.top_k}, "
         f"vocabulary {config.vocab_size:,}{devices}",
-        f"spec     {model.spec.name}, fingerprint {found.fingerprint[:16]}",
+        f"spec     {model.spec.name}, fingerprint {found.fingerprint[:16]}"
+        + (f", recipe {recipe}{other}" if recipe != "bf16" or other else ""),
         f"sampler  {len(completions)} requests, {tokens} tokens at temperature {args.temperature:g}; {how};",
         f"         {cached} prompt tokens from the prefix cache, {again} preemptions; {found.seconds['sampler']:.1f} s",
         f"learner  one packed pass over {fed} tokens; {found.seconds['learner']:.1f} s",
@@ -140,6 +144,12 @@ def _devices(args: argparse.Namespace) -> str:
 
 
 def _verdict(found: "Alignment") -> str:
+    failed = len(found.completions) - len(found.finished)
+    said = f"; {failed} of {len(found.completions)} requests failed and are not compared" if failed else ""
+    return _comparison(found) + said
+
+
+def _comparison(found: "Alignment") -> str:
     elements = sum(r.elements for r in found.stages)
     differing = sum(r.differing for r in found.stages)
     wrong = sum(not r.equal for r in found.stages)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from minitransformer.commands import common
+from minitransformer.commands import common, prompt_lines
 from minitransformer.errors import InputError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace, learner_device: "torch.device | None") -> int:
 
     if args.stock:
         refuse_for_stock(model.config)
-    with common.progress() as show, common.naming_prompts(args.prompts, lines):
+    with common.progress() as show, prompt_lines.naming_prompts(args.prompts, lines):
         show("starting SGLang" if args.sampler == "sglang" else "asking " + args.sampler)
         with _client(args) as client:
             found = align_engine(

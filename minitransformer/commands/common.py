@@ -3,9 +3,8 @@
 import argparse
 import json
 import math
-import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -157,16 +156,6 @@ def read_prompt_ids(args: argparse.Namespace, model: "Qwen3MoeForCausalLM") -> t
 
     found = read_numbered_prompts(args.prompts, model.tokenizer, model.config.vocab_size)
     return [ids for _, ids in found], [line for line, _ in found]
-
-
-@contextmanager
-def naming_prompts(path: str, lines: Sequence[int]) -> Iterator[None]:
-    """The sampler says prompts[0]; a user of the command line knows the file and its lines."""
-    try:
-        yield
-    except InputError as error:
-        found = re.fullmatch(r"prompts\[(\d+)\](.*)", str(error))
-        raise InputError(f"{path}:{lines[int(found[1])]}: the prompt{found[2]}") if found else error from None
 
 
 def check_stages(patterns: list[str] | None, model: "Qwen3MoeForCausalLM") -> None:

@@ -10,9 +10,8 @@ Example:
 """
 
 import argparse
-import sys
 
-from minitransformer.commands import common
+from minitransformer.commands import common, prompt_lines
 
 SOME_FAILED = 1
 
@@ -36,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     from minitransformer.sampler.sampler import Sampler
     from minitransformer.sampler.sequence import RequestError
 
-    with common.progress() as show, common.naming_prompts(args.prompts, lines):
+    with common.progress() as show, prompt_lines.naming_prompts(args.prompts, lines):
         show("sampling", args.max_new_tokens * len(prompts))
         try:
             completions = Sampler(model, **common.sampler_options(args)).generate(
@@ -56,7 +55,4 @@ def run(args: argparse.Namespace) -> int:
         console.print(text, markup=False, soft_wrap=True)
     if args.json is not None:
         common.write_text(args.json, common.json_lines(map(common.completion_dict, completions)))
-    failed = [(line, c.error) for line, c in zip(lines, completions, strict=True) if c.error is not None]
-    for line, what in failed:
-        print(f"error: {args.prompts}:{line}: {what}", file=sys.stderr)
-    return SOME_FAILED if failed else 0
+    return SOME_FAILED if prompt_lines.report_failed(args.prompts, lines, completions) else 0

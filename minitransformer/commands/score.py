@@ -87,6 +87,9 @@ def _sequence(where: str, line: str, model: Any) -> tuple[list[int], list[int]]:
     unknown = item.keys() - set(form) - beside
     if unknown:
         raise InputError(f"{where}: {shown(min(unknown))} is not known beside {' and '.join(form)}; remove it")
+    if item.get("error") is not None:
+        what = shown(item["error"])
+        raise InputError(f"{where}: this request failed when it was generated ({what}); remove the line")
     parts = [_ids(where, key, item[key], model) for key in form]
     if len(parts) == 1:
         n = item.get("prompt_len", 1)

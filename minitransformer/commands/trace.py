@@ -3,6 +3,8 @@
 With --prompts the sampler generates and is traced; with --input (lines as `score` reads them, or as `generate --json`
 wrote them) the learner scores and is traced; of the options below it then uses only --temperature. Rows are named by
 request and position, so `compare` can put the two side by side.
+Exit status 0 if the trace is whole; 1 if requests of --prompts failed, because their values are not finite: the file
+then has the others, the rows of a failed one up to the step that failed, and stderr names it; 2 for bad input.
 
 Example:
   minitransformer generate --model demo/checkpoint --prompts examples/prompts.txt --json completions.jsonl
@@ -15,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from minitransformer.commands import common
+from minitransformer.commands import common, prompt_lines
 from minitransformer.commands.score import read_sequences
 from minitransformer.errors import InputError
 from minitransformer.files import is_replaceable
@@ -46,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
     trace = Trace(args.stages, spec=model.spec.entries())
     with common.progress() as show:
-        (_sample if args.prompts else _score)(args, model, trace, show)
+        completions, lines = (_sample if args.prompts else _score)(args, model, trace, show)
     if not trace.stages:
         raise InputError("no stage was traced; widen --stages")
     trace.save(args.out)
@@ -55,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     # Standard output is the trace's own if the trace goes there.
     where = sys.stdout if is_replaceable(args.out) else sys.stderr
     print(f"{args.out}: {len(trace.stages)} stages, {rows} rows of {requests} requests, {size:.1f} MiB", file=where)
-    return 0
+    return int(prompt_lines.report_failed(args.prompts, lines, completions))
 
 
 def _fill_in(args: argparse.Namespace) -> None:
@@ -70,20 +72,26 @@ def _fill_in(args: argparse.Namespace) -> None:
             setattr(args, name, default)
 
 
-def _sample(args: argparse.Namespace, model: Any, trace: Any, show: Any) -> None:
+def _sample(args: argparse.Namespace, model: Any, trace: Any, show: Any) -> tuple[list[Any], list[int]]:
+    """The completions, and the line of each one's prompt."""
     from minitransformer.sampler.sampler import Sampler
+    from minitransformer.sampler.sequence import RequestError
 
     prompts, lines = common.read_prompt_ids(args, model)
     params = common.sampling_params(args, len(prompts))
     show("sampling", args.max_new_tokens * len(prompts))
     sampler = Sampler(model, **common.sampler_options(args))
-    with common.naming_prompts(args.prompts, lines):
-        completions = sampler.generate(prompts, params, trace=trace, on_token=lambda token: show.advance())
+    with prompt_lines.naming_prompts(args.prompts, lines):
+        try:
+            completions = sampler.generate(prompts, params, trace=trace, on_token=lambda token: show.advance())
+        except RequestError as error:
+            completions = error.completions
     for c in completions:
         trace.requests[c.request_id] = {"prompt_ids": c.prompt_ids, "token_ids": c.token_ids}
+    return completions, lines
 
 
-def _score(args: argparse.Namespace, model: Any, trace: Any, show: Any) -> None:
+def _score(args: argparse.Namespace, model: Any, trace: Any, show: Any) -> tuple[list[Any], list[int]]:
     from minitransformer.learner.learner import Learner
 
     sequences, prompt_lens = read_sequences(args.input, model)
@@ -92,3 +100,4 @@ def _score(args: argparse.Namespace, model: Any, trace: Any, show: Any) -> None:
     learner.score(sequences, prompt_lens, args.temperature, trace=trace)
     for request, (ids, n) in enumerate(zip(sequences, prompt_lens, strict=True)):
         trace.requests[request] = {"prompt_ids": ids[:n], "token_ids": ids[n:]}
+    return [], []

@@ -141,7 +141,7 @@ class Sampler:
         can be repeated, and gives the same bits.
         """
         if self._weights_stamp() != self._weights:
-            self.reset_cache()
+            self._renew()
         chunks = self.scheduler.schedule()
         if not chunks:
             return []
@@ -156,14 +156,20 @@ class Sampler:
         return tokens
 
     def reset_cache(self) -> None:
-        """Forgets every key and value, because the weights have changed. Requests in flight keep their tokens, and
-        their keys and values are computed again with the new weights.
+        """Forgets every key and value, and the model's quantised copies of its weights, because these have changed.
+        Requests in flight keep their tokens, and their keys and values are computed again with the new weights.
 
-        step() calls this when it sees a change: model.weights_version raised (the learner and the loader do), another
+        step() does this when it sees a change: model.weights_version raised (the learner and the loader do), another
         recipe, a parameter replaced, or changed in place by copy_, load_state_dict or one of torch's optimisers. It
         cannot see writes through `.data`, NumPy or another view that torch does not count, nor writes to parameters
         made under torch.inference_mode(); whoever writes so must raise model.weights_version or call this.
         """
+        for module in self.model.modules():
+            if getattr(module, "experts", None) is not None:
+                module.experts.forget()
+        self._renew()
+
+    def _renew(self) -> None:
         for sequence in reversed(self.scheduler.running[:]):
             self.scheduler.preempt(sequence)
         self.pool.forget()

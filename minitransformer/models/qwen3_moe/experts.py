@@ -41,6 +41,9 @@ class Bf16Experts:
     def refresh(self, mlp) -> None:
         """Nothing is kept beside the parameters."""
 
+    def forget(self) -> None:
+        """As refresh."""
+
 
 @dataclass
 class QuantisedExperts:
@@ -155,16 +158,29 @@ def experts_of(recipe: Recipe):
     return Bf16Experts(recipe.backward) if recipe.weights == "bf16" else QuantisedExperts(recipe)
 
 
+def forget_copies(layers: Sequence[Any]) -> None:
+    """Quantised copies of the layers' weights are made again at their next use, once."""
+    for mlp in (layer.mlp for layer in layers if hasattr(layer.mlp, "experts")):
+        mlp.experts.forget()
+
+
 def choose(layers: Sequence[Any], config: Any, recipe: Recipe) -> Recipe:
     """Gives every sparse layer its leaf, and returns the recipe with what a quantised checkpoint leaves in BF16."""
     sparse = {i: layer.mlp for i, layer in enumerate(layers) if hasattr(layer.mlp, "experts")}
     recipe.check_overrides(sparse)
     left_out = tuple((str(i), "bf16") for i, mlp in sparse.items() if mlp.gate_up is not None)
-    if len(left_out) < len(sparse) and recipe.overrides[: len(left_out)] != left_out:
-        recipe = replace(recipe, overrides=left_out + recipe.overrides)
+    if len(left_out) == len(sparse):
+        left_out = ()  # a BF16 checkpoint
+    recipe = replace(recipe, overrides=left_out + recipe.overrides)
+    # By layer: the fingerprint is of what is computed, however the patterns were spelt.
+    own, says = {i: recipe.for_layer(i).name for i in sparse}, {i for i, _ in left_out}
+    overrides = tuple((str(i), name) for i, name in own.items() if name != recipe.name or str(i) in says)
+    recipe = replace(recipe, overrides=overrides)
     for i, mlp in sparse.items():
         if recipe.for_layer(i).activations == "mxfp8" and (config.hidden_size | config.expert_size) % 32:
-            raise InputError(f"{recipe.name}: MXFP8 needs hidden and expert sizes that are multiples of 32")
+            raise InputError(
+                f"layer {i}, {recipe.for_layer(i).name}: MXFP8 needs hidden and expert sizes that are multiples of 32"
+            )
         if mlp.gate_up is None and recipe.for_layer(i).weight_scale != "expert":
             raise InputError(f"layer {i} exists only quantised; {recipe.for_layer(i).name} needs its BF16 weights")
     for i, mlp in sparse.items():

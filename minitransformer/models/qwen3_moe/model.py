@@ -21,7 +21,7 @@ from minitransformer.devices import resolve
 from minitransformer.errors import in_layer
 from minitransformer.models.qwen3_moe import weights
 from minitransformer.models.qwen3_moe.config import Qwen3MoeConfig, inverse_frequencies
-from minitransformer.models.qwen3_moe.experts import Bf16Experts, QuantisedExperts, choose, experts_of
+from minitransformer.models.qwen3_moe.experts import Bf16Experts, QuantisedExperts, choose, experts_of, forget_copies
 from minitransformer.ops import dispatch, gpu, kv_store
 from minitransformer.ops.attention import attention
 from minitransformer.ops.embedding import embedding
@@ -160,13 +160,13 @@ class Qwen3MoeForCausalLM(nn.Module):
     """The whole network. Parameters are BF16 and uninitialised until weights are loaded or set.
 
     config: shapes and options; tokenizer: of the checkpoint, or None; weights_version: raised by whoever changes the
-    weights, so that caches of old keys and values are dropped.
+    weights, so that caches of old keys and values and quantised copies of old weights are dropped.
     """
 
     def __init__(self, config: Qwen3MoeConfig):
         super().__init__()
         self.config = config
-        self.tokenizer, self.weights_version = None, 0
+        self.tokenizer, self._weights_version = None, 0
         self.recipe = get("bf16")
         self.embed_tokens = Weight(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
@@ -223,6 +223,15 @@ class Qwen3MoeForCausalLM(nn.Module):
         return self._tables[self.device]
 
     @property
+    def weights_version(self) -> int:
+        return self._weights_version
+
+    @weights_version.setter
+    def weights_version(self, value: int) -> None:
+        self._weights_version = value
+        forget_copies(self.layers)
+
+    @property
     def device(self) -> torch.device:
         return self.embed_tokens.weight.device
 
@@ -240,9 +249,9 @@ class Qwen3MoeForCausalLM(nn.Module):
         recipe: number format of the experts (recipe.py), which beats the checkpoint's own; None keeps that.
         device: where the parameters are made and filled, one tensor of the files at a time.
         """
+        chosen = get(recipe) if isinstance(recipe, str) else recipe  # a wrong name is refused before anything is read
         model = weights.load(cls, directory, resolve(device))
-        if recipe is not None:
-            model.set_recipe(recipe)
+        model.set_recipe(chosen or model.recipe)
         return model
 
     def save_pretrained(self, directory: str | os.PathLike) -> None:

@@ -65,7 +65,8 @@ class Format:
         if decode > LARGEST_DECODE_SCALE:
             raise InputError(
                 f"{key}: its expert's weights reach {decode * np.float32(2688):.4g}; readers take an outer scale above "
-                f"{LARGEST_DECODE_SCALE:g} (weights above {LARGEST_DECODE_SCALE * np.float32(2688):g}) for an inverse"
+                f"{LARGEST_DECODE_SCALE:g} (weights above {LARGEST_DECODE_SCALE * np.float32(2688):g}) for an inverse; "
+                "leave its layer in bf16 (--layers I=bf16)"
             )
         return encode_of(key, decode) if self.encode else decode
 

@@ -1,0 +1,30 @@
+"""Errors of requests, told by the line of the prompt file that each stands on."""
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from minitransformer.errors import InputError
+
+if TYPE_CHECKING:
+    from minitransformer.sampler.sequence import Completion
+
+
+@contextmanager
+def naming_prompts(path: str, lines: Sequence[int]) -> Iterator[None]:
+    """The sampler says prompts[0]; a user of the command line knows the file and its lines."""
+    try:
+        yield
+    except InputError as error:
+        found = re.fullmatch(r"prompts\[(\d+)\](.*)", str(error))
+        raise InputError(f"{path}:{lines[int(found[1])]}: the prompt{found[2]}") if found else error from None
+
+
+def report_failed(path: str, lines: Sequence[int], completions: "Sequence[Completion]") -> bool:
+    """One line on stderr for each request that failed, named by the line of its prompt; whether there is one."""
+    failed = [(line, c.error) for line, c in zip(lines, completions, strict=True) if c.error is not None]
+    for line, what in failed:
+        print(f"error: {path}:{line}: {what}", file=sys.stderr)
+    return bool(failed)
