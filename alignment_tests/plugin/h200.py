@@ -74,6 +74,8 @@ def table(args: argparse.Namespace) -> int:
 
     graphs = GRAPHS if args.graphs else []
     for kind, arguments in (("BF16", ["--enable-return-routed-experts", *graphs]), ("NVFP4", RECIPE + graphs)):
+        if kind not in args.kinds:
+            continue
         if kind == "NVFP4":
             model.set_recipe("nvfp4_per_token")
         with serve(args, "tiny", arguments) as s:
@@ -124,6 +126,7 @@ def main() -> int:
     parser.add_argument("what", choices=["checkpoints", "laws", "speed"])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--kinds", nargs="+", default=["BF16", "NVFP4"], help="number formats of the law table")
     parser.add_argument("--layers", type=int, default=4, help="of the wide checkpoint")
     parser.add_argument("--engines", type=int, nargs="+", default=[0, 1], help="0 ours 1 deterministic 2 stock 3 NVFP4")
     parser.add_argument("--graphs", action="store_true", help="our decode steps as CUDA graphs")
