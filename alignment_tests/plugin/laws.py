@@ -135,6 +135,18 @@ def learner_equals_engine(model, client: Client, ids: Ids, temperature: float = 
     return total(each)
 
 
+def sampler_equals_engine(model, client: Client, ids: Ids, temperature: float = 1.0, new_tokens: int = 16) -> Count:
+    """Our own sampler draws the same tokens with the same seeds, and gives them the same log-probs."""
+    from minitransformer.sampler.sampler import Sampler
+    from minitransformer.sampler.sequence import SamplingParams
+
+    outs = run(client, ids, temperature, new_tokens)
+    own = [SamplingParams(new_tokens, temperature, seed=100 + i, ignore_eos=True) for i in range(len(ids))]
+    done = Sampler(model).generate(ids, own)
+    each = [count(o.token_ids, c.token_ids) for o, c in zip(outs, done, strict=True)]
+    return total(each + [count(o.log_probs, c.log_probs) for o, c in zip(outs, done, strict=True)])
+
+
 def experts_agree(model, client: Client, ids: Ids, new_tokens: int = 8) -> Count:
     """Expert ids of every token and layer: SGLang's capture against the learner's trace."""
     import base64

@@ -46,6 +46,11 @@ def test_learner_equals_engine(engine, temperature):
     zero(laws.learner_equals_engine(engines.tiny(), engine.client, P, temperature))
 
 
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 0.0])
+def test_our_sampler_equals_engine(engine, temperature):
+    zero(laws.sampler_equals_engine(engines.tiny(), engine.client, P, temperature))
+
+
 def test_experts_agree(engine):
     zero(laws.experts_agree(engines.tiny(), engine.client, P))
 
