@@ -189,7 +189,7 @@ def expert_tensors(
         yield codes, q.codes[part.expert, part.rows]
         yield scales, q.scales[part.expert, part.rows].view(torch.float8_e4m3fn)
         yield outer, _scalar(form.stored_scale(outer, decode), form)
-        top, amax = np.float32(2688), np.float32(min(activation[part.expert], FLT_MAX)) or np.float32(2688)
+        top, amax = np.float32(2688), np.float32(min(activation[part.expert], float(FLT_MAX))) or np.float32(2688)
         yield static, _scalar(top / amax if form.encode else amax / top, form)
 
 
