@@ -103,6 +103,8 @@ def _client(args: argparse.Namespace) -> "Iterator[Client]":
         try:
             yield Client(server.url)
         except InputError as error:
+            if "no server answers" not in str(error):
+                raise
             raise InputError(f"{error}; the server's log, {server.log}, ends: {server.reason()}") from None
     server.log.unlink(missing_ok=True)
 
