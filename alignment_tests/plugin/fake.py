@@ -30,7 +30,7 @@ class Unpickler(pickle.Unpickler):
 
 
 class Fake:
-    """model: what it serves. stock: it can't tell checksums. fault: what happens to updates: '', 'refuse', 'hang' (1 s,
+    """model: what it serves. stock: it can't tell checksums. fault: what happens to updates: '', 'refuse', 'hang' (4 s,
     nothing loaded), 'half' (a part is written, the connection ends), 'die' (the whole server ends), 'silent' (all is
     written, the connection ends)."""
 
@@ -99,7 +99,7 @@ class Fake:
         if self.fault == "refuse":
             return 400, {"success": False, "message": "no"}
         if self.fault == "hang":
-            time.sleep(1)
+            time.sleep(4)
         if self.fault == "half":
             self.receiver.load(tensors[: len(tensors) // 2])
         if self.fault == "silent":

@@ -5,14 +5,12 @@ Nothing of SGLang is imported: what its MultiprocessingSerializer writes is a pi
 
 import base64
 import io
-import os
 import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -49,17 +47,13 @@ def by_tensor(tensors: Named) -> Iterator[Request]:
     The file goes when the context ends; a server that has read it keeps its mapping, one that comes later is refused.
     InputError if there is no room.
     """
-    ends = list(accumulate(0 if t.is_cuda else -(-t.nbytes // ALIGNMENT) * ALIGNMENT for _, t in tensors))
     with tempfile.NamedTemporaryFile(dir=SHARED_MEMORY if Path(SHARED_MEMORY).is_dir() else None) as file:
-        copy = _Call(partial(torch.from_file, dtype=torch.uint8), file.name, False, ends[-1])
+        begins = _write(file, [t for _, t in tensors if not t.is_cuda])
+        copy = _Call(partial(torch.from_file, dtype=torch.uint8), file.name, False, file.tell())
         shared: list[tuple[str, Any]] = []
-        if ends[-1]:
-            _reserve(file, ends[-1])
-            buffer = torch.from_file(file.name, shared=True, size=ends[-1], dtype=torch.uint8)
-        for (name, t), begin in zip(tensors, [0, *ends], strict=False):
+        for name, t in tensors:
             if not t.is_cuda:
-                buffer[begin : begin + t.nbytes].view(t.dtype).view(t.shape).copy_(t)
-                bits = _Call(Tensor.narrow, copy, 0, begin, t.nbytes)
+                bits = _Call(Tensor.narrow, copy, 0, next(begins), t.nbytes)
                 t = _Call(Tensor.view, _Call(Tensor.view, bits, t.dtype), tuple(t.shape))
             shared.append((name, t))
         pickled = io.BytesIO()
@@ -68,15 +62,22 @@ def by_tensor(tensors: Named) -> Iterator[Request]:
         yield "/update_weights_from_tensor", {"serialized_named_tensors": [handles]}
 
 
-def _reserve(file: Any, size: int) -> None:
-    """Memory for all of it now: where it runs out later, a write ends the process."""
+def _write(file: Any, tensors: Sequence[Tensor]) -> Iterator[int]:
+    """Writes the tensors one after another -> the byte at which each begins."""
+    begins = []
     try:
-        os.posix_fallocate(file.fileno(), 0, size)
+        for tensor in tensors:
+            file.write(bytes(-file.tell() % ALIGNMENT))
+            begins.append(file.tell())
+            file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        file.flush()
     except OSError as error:
+        size = sum(tensor.nbytes for tensor in tensors) / 2**20
         raise InputError(
-            f"{Path(file.name).parent}: no room for {size / 2**20:,.1f} MiB ({error.strerror}); make it larger, or use "
-            "the route disk"
+            f"{Path(file.name).parent}: no room for {size:,.1f} MiB ({error.strerror}); make it larger, or use the "
+            "route disk"
         ) from None
+    return iter(begins)
 
 
 @contextmanager
