@@ -1,6 +1,8 @@
 """What the plugin refuses, each with a sentence that says what is supported. No SGLang is needed here."""
 
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -155,3 +157,18 @@ def test_a_request_is_turned_away(change, said):
 def test_a_server_that_does_not_answer_is_said_to():
     with pytest.raises(InputError, match="no server answers"):
         Client("http://127.0.0.1:9", timeout=2).generate([[1]], {})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal at a parent's death is Linux's")
+def test_a_server_does_not_outlive_a_killed_parent():
+    start = (
+        "import subprocess, sys, time; from minitransformer.plugins.sglang.launch import _end_with_parent;"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; print(1, flush=True); time.sleep(99)'],"
+        " start_new_session=True, preexec_fn=_end_with_parent); time.sleep(99)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE)
+    assert parent.stdout.readline() == b"1\n"  # the child is there, and holds the pipe
+    parent.kill()
+    parent.wait()
+    with parent.stdout:
+        assert parent.stdout.read() == b""  # its end: nobody holds the pipe any more

@@ -1,5 +1,6 @@
 """Starts `sglang.launch_server` with our model in it (or without: stock) as a process of its own, and stops it."""
 
+import ctypes
 import os
 import re
 import signal
@@ -33,6 +34,16 @@ def environment(cpu: bool, stock: bool = False, more: Mapping[str, str] | None =
         env.setdefault("OMP_NUM_THREADS", "1")
         env["PYTHONPATH"] = os.pathsep.join([str(HERE / "stubs"), *filter(None, [env.get("PYTHONPATH")])])
     return env
+
+
+_PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_parent() -> None:
+    """In the child: the kernel ends the server when the thread that started it is gone, even by SIGKILL."""
+    if _PRCTL is not None:
+        _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def free_port() -> int:
@@ -69,7 +80,9 @@ class Server:
         command += [*ARGUMENTS, *(CPU_ARGUMENTS if cpu else ()), *arguments]
         env = environment(cpu, stock, extra_environment)
         with os.fdopen(handle, "wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=env, start_new_session=True, preexec_fn=_end_with_parent
+            )
         try:
             self._wait(timeout)
         except BaseException:
