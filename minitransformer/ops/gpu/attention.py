@@ -50,7 +50,7 @@ class Decode(NamedTuple):
 # Bits do not depend on the choice.
 CANDIDATES = (
     Schedule(16, 1, 3), Schedule(64, 4, 1), Schedule(64, 4, 3), Schedule(128, 8, 3),
-    Prefill(4, False), Prefill(3, False), Decode(1), Decode(2), Decode(4),
+    Prefill(4, False), Prefill(4, True), Decode(1), Decode(2), Decode(4),
 )  # fmt: skip
 
 
