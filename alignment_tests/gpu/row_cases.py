@@ -25,7 +25,7 @@ FOUND = {name: device.slot(name) for name in device.FAULTS}
 
 
 def _norms() -> Iterator[tuple]:
-    for D in (64, 128, 576, 2048):
+    for D in (64, 128, 192, 576, 768, 2048):
         for residual in (False, True):
             name = f"rms_norm {D}{' residual' if residual else ''}"
             for T in (16, 1 << 14):

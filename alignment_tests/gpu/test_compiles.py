@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 
 from alignment_tests.gpu.compile_all import Case, resources, row_cases, tensor_core_cases
 from minitransformer.errors import UnsupportedDevice
-from minitransformer.ops.gpu import attention, attention_tiles, cuda, linear, quantised_linear
+from minitransformer.ops.gpu import attention, attention_tiles, cuda, linear, quantised_linear, rms_norm
 
 # FP32 arithmetic in PTX that an operator may contain beside the tensor core's; an FMA only where tl.fma stands.
 PLAIN = {"mul.rn.f32", "add.rn.f32", "sub.rn.f32", "max.f32", "setp.num.f32", "setp.nan.f32"}
@@ -157,3 +157,11 @@ def test_the_chosen_linear_schedules_are_candidates(N, K):
     assert not (K % 8 and any(tile.tma or tile.pingpong for tile in chosen))
     slices = {linear.choose(M, N, K, 132, aligned=False) for M in (1, 16, 100, 5000)}
     assert slices <= set(linear.CANDIDATES) and not any(tile.tma or tile.pingpong for tile in slices)
+
+
+def test_a_norms_schedules_are_powers_of_two_for_every_width():
+    """tl.arange takes no other number, and the lanes of a program divide the 128."""
+    for D in range(1, 8193):
+        own, columns, steps = rms_norm.lanes_of(D)
+        numbers = own, columns, rms_norm.warps_of(own, columns), *(rms_norm.rows_of(T, D) for T in (1, 1 << 14))
+        assert all(n > 0 and n & (n - 1) == 0 for n in numbers) and 128 % own == 0, (D, numbers)

@@ -128,15 +128,20 @@ def dw_kernel(lanes_ptr, dw_ptr, D: tl.constexpr, COLUMNS: tl.constexpr):
     tl.store(dw_ptr + column, to_bf16(lane_tree(lanes, COLUMNS)), mask=column < D)
 
 
+def _floor_power(n: int) -> int:
+    """The largest power of two up to n, 1 or more: tl.arange takes no other number."""
+    return 1 << n.bit_length() - 1
+
+
 def rows_of(T: int, D: int) -> int:
     """Rows a program: one a warp for few rows; else about 4,096 elements, as one head's norm has many short rows."""
-    return 4 if T < 2048 else min(32, max(8, 4096 // max(1, D)))
+    return 4 if T < 2048 else _floor_power(min(32, max(8, 4096 // max(1, D))))
 
 
 def lanes_of(D: int) -> tuple[int, int, int]:
     """(lanes, columns, steps at a time) of a program of dW: rows of at least 128 bytes, 128 programs or more."""
     columns = min(128, max(64, triton.next_power_of_2(D)))
-    return max(1, min(8, D // 256)), columns, 8 if D <= 256 else 4
+    return _floor_power(max(1, min(8, D // 256))), columns, 8 if D <= 256 else 4
 
 
 def warps_of(own: int, columns: int) -> int:
