@@ -70,11 +70,19 @@ def test_a_plugin_that_fails(checkpoint, tmp_path):
 def test_bad_requests_leave_the_server_alone(checkpoint):
     with engines.start(checkpoint) as server:
         first = laws.run(server.client, P)
-        for change in ({"min_p": 0.5}, {"temperature": 1e9}, {"sampling_seed": -1}, {"temperature": -1.0}):
+        for change in (
+            {"min_p": 0.5}, {"temperature": 1e9}, {"sampling_seed": -1}, {"temperature": -1.0}, {"sampling_seed": 1.5},
+            {"top_k": 1 << 40}, {"logit_bias": {"5": 1e300}}, {"repetition_penalty": 1e-30}, {"regex": "[0-9]"},
+        ):  # fmt: skip
             with pytest.raises(InputError, match="refuses"):
                 server.client.generate([P[0]], laws.params(1, 1.0, 4)[0] | change)
         with pytest.raises(InputError, match="is outside the vocabulary"):
             server.client.generate([[1, engines.VOCAB]], laws.params(1, 1.0, 4))
+        for change in ({"first": -2}, {"top_logprobs_num": -3}, {"top_logprobs_num": 1 << 20}):
+            with pytest.raises(InputError, match="refuses.*must be an integer from"):
+                server.client.generate([P[0]], laws.params(1, 1.0, 4), **change)
+        with pytest.raises(InputError, match="refuses.*no token"):
+            server.client.generate([P[0], []], laws.params(2, 1.0, 4))
         with pytest.raises(InputError, match="refuses.*input_embeds"):
             server.client.call("/generate", {"input_embeds": [[0.0] * 64], "sampling_params": {"max_new_tokens": 1}})
         zero(laws.same(first, laws.run(server.client, P)))
@@ -91,10 +99,13 @@ def test_bad_updates_leave_the_weights_alone(checkpoint, tmp_path):
     save_file(tensors, file)
     (tmp_path / "cut" / "model.safetensors").write_bytes(file.read_bytes()[:-4096])
     engines.tiny(1, vocab_size=engines.VOCAB + 16).save_pretrained(tmp_path / "large")
+    group = {"names": ["a"], "dtypes": ["bfloat16"], "shapes": [[1]]}
     with engines.start(checkpoint) as server:
         first, held = laws.run(server.client, P), (server.client.checksums(), server.client.identity())
         for name in ("large", "poisoned", "cut", "absent"):
             with pytest.raises(InputError, match="Nothing was written: the server goes on with the weights it had"):
                 laws.update_from_disk(server.client, tmp_path / name)
             assert (server.client.checksums(), server.client.identity()) == held
+        with pytest.raises(InputError, match="Nothing was written"):
+            server.client.call("/update_weights_from_distributed", group)
         zero(laws.same(first, laws.run(server.client, P)))

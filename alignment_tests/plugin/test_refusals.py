@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -146,12 +147,42 @@ def test_a_plugin_that_was_not_called_ends_the_process(monkeypatch):
 
 @pytest.mark.parametrize(
     "change, said",
-    [({"min_p": 0.1}, "min_p"), ({"temperature": 1e-9}, "temperature"), ({"sampling_seed": -1}, "sampling_seed")],
-)
-def test_a_request_is_turned_away(change, said):
-    params = SimpleNamespace(**({"min_p": 0.0, "temperature": 1.0, "sampling_seed": None} | change))
+    [
+        ({"min_p": 0.1}, "min_p"), ({"temperature": 1e-9}, "temperature"), ({"sampling_seed": -1}, "sampling_seed"),
+        ({"sampling_seed": 1.5}, "sampling_seed"), ({"top_k": 1.5}, "top_k"), ({"top_k": 1 << 40}, "top_k"),
+        ({"max_new_tokens": 2.5}, "max_new"),
+        ({"logit_bias": {"5": 1e300}}, "logit_bias"), ({"logit_bias": {"5": float("nan")}}, "logit_bias"),
+        ({"repetition_penalty": 1e-30}, "repetition_penalty"), ({"regex": "a"}, "regex needs a GPU"),
+        ({"json_schema": "{}"}, "json_schema needs a GPU"),
+    ],
+)  # fmt: skip
+def test_a_request_is_turned_away(change, said, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    plain = dict.fromkeys(("sampling_seed", "logit_bias", "json_schema", "regex", "ebnf", "structural_tag"))
+    plain |= {"min_p": 0.0, "temperature": 1.0, "repetition_penalty": 1.0, "top_k": 1}
+    plain |= {"max_new_tokens": None, "min_new_tokens": 0}
+    verify = partial(arguments_module.verify, lambda params, vocab_size: None)
+    verify(SimpleNamespace(**plain), 100)
     with pytest.raises(ValueError, match=said):
-        arguments_module.verify(lambda params, vocab_size: None, params, 100)
+        verify(SimpleNamespace(**plain | change), 100)
+
+
+@pytest.mark.parametrize(
+    "change, ids, said",
+    [
+        ({"top_logprobs_num": -1}, [1], "top_logprobs_num"), ({"top_logprobs_num": 101}, [1], "top_logprobs_num"),
+        ({"logprob_start_len": -2}, [1], "logprob_start_len"), ({}, [1, 100], "outside the vocabulary"),
+        ({}, [], "no token"), ({}, [-1], "outside the vocabulary"),
+        ({"input_embeds": [[0.0]]}, None, "no input embeddings"),
+    ],
+)  # fmt: skip
+def test_a_request_that_would_end_the_scheduler_is_turned_away(change, ids, said):
+    manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=100))
+    plain = {"top_logprobs_num": 100, "logprob_start_len": -1, "input_embeds": None}
+    validate = partial(arguments_module.validate, lambda *_: None, manager)
+    validate(SimpleNamespace(**plain), [0, 99])
+    with pytest.raises(ValueError, match=said):
+        validate(SimpleNamespace(**plain | change), ids)
 
 
 def test_a_server_that_does_not_answer_is_said_to():

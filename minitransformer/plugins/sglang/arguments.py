@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from minitransformer.errors import InputError
 from minitransformer.plugins.sglang.plugin import ATTENTION, fail, log
 
@@ -39,6 +41,10 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "model_impl": (("auto", "sglang"), "the model is miniTransformer's own"),
 }  # fmt: skip
 RECIPE = "minitransformer_recipe"
+INTEGERS = ("sampling_seed", "top_k", "max_new_tokens", "min_new_tokens")
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+# Logits stay finite, so that a softmax exists: an error in the scheduler would end the server.
+LARGEST_BIAS, SMALLEST_PENALTY = 1e6, 1e-3
 
 
 def post_init(original: Any, args: Any) -> None:
@@ -89,12 +95,25 @@ def check_model(model_path: str) -> None:
 def verify(original: Any, params: Any, vocab_size: int) -> None:
     """SamplingParams.verify: a request that our sampler can't draw for is turned away, not the server stopped."""
     original(params, vocab_size)
+    for name in INTEGERS:
+        if not isinstance(value := getattr(params, name), int | None):
+            raise ValueError(f"{name} = {value!r} must be an integer")
+    if params.top_k > 1 << 30:  # how SGLang writes "all"
+        raise ValueError(f"top_k = {params.top_k} must be -1 (all) or from 1 to 2**30")
     if params.min_p > 0:
         raise ValueError(f"min_p = {params.min_p} is not supported by miniTransformer; use top_p or top_k")
     if not 1e-6 <= params.temperature <= 1e6:
         raise ValueError(f"temperature = {params.temperature} must be 0 (greedy) or from 1e-6 to 1e6")
     if params.sampling_seed is not None and not 0 <= params.sampling_seed < 1 << 63:
         raise ValueError(f"sampling_seed = {params.sampling_seed} must be an integer from 0 to 2**63 - 1")
+    bias = next((x for x in (params.logit_bias or {}).values() if not abs(x) <= LARGEST_BIAS), None)
+    if bias is not None:
+        raise ValueError(f"logit_bias = {bias} must be a number from -{LARGEST_BIAS:g} to {LARGEST_BIAS:g}")
+    grammar = next((name for name in GRAMMARS if getattr(params, name) is not None), None)
+    if grammar and not torch.cuda.is_available():
+        raise ValueError(f"{grammar} needs a GPU: SGLang keeps a grammar's mask in pinned memory; leave it out")
+    if params.repetition_penalty < SMALLEST_PENALTY:
+        raise ValueError(f"repetition_penalty = {params.repetition_penalty} must be from {SMALLEST_PENALTY:g} to 2")
 
 
 def validate(original: Any, manager: Any, obj: Any, input_ids: Any) -> None:
@@ -102,7 +121,13 @@ def validate(original: Any, manager: Any, obj: Any, input_ids: Any) -> None:
     original(manager, obj, input_ids)
     if getattr(obj, "input_embeds", None) is not None or input_ids is None:
         raise ValueError("miniTransformer takes token ids or text; there are no input embeddings")
+    if not input_ids:
+        raise ValueError("the prompt has no token; send one at least")
     size = manager.model_config.vocab_size
+    for name, least, most in (("top_logprobs_num", 0, size), ("logprob_start_len", -1, 1 << 31)):
+        value = getattr(obj, name, None)
+        if value is not None and (not isinstance(value, int) or not least <= value <= most):
+            raise ValueError(f"{name} = {value!r} must be an integer from {least} to {most}")
     bad = next((i for i in input_ids if not 0 <= i < size), None)
     if bad is not None:
         raise ValueError(f"input_ids: {bad} is outside the vocabulary of {size}; check the tokenizer")

@@ -1,14 +1,18 @@
 """Talks to an SGLang server over HTTP: standard library only, ids in, ids and log-probs out."""
 
+import http.client
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from minitransformer.errors import InputError
 from minitransformer.plugins.sglang.identity import PREFIX, read_identity
+
+UNREADABLE = "the answer is not SGLang's; is the URL that of an SGLang server?"
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,8 @@ class Client:
     def call(self, path: str, body: Any = None) -> Any:
         """GET, or POST of JSON -> the answer: of JSON, or text. InputError names the server's state."""
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         try:
+            request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
             with urllib.request.urlopen(request, timeout=self.timeout) as answer:
                 content, kind = answer.read(), answer.headers.get("Content-Type", "")
         except urllib.error.HTTPError as error:
@@ -45,10 +49,15 @@ class Client:
         except TimeoutError:
             late = f"no answer within {self.timeout:g} s; the server may still be at it"
             raise InputError(f"{self.url}{path}: {late}") from None
-        except (urllib.error.URLError, OSError) as error:
+        except (http.client.InvalidURL, ValueError) as error:  # from the URL alone: nothing was sent
+            raise InputError(f"{self.url!r} is no URL ({error}); expected http://host:port") from None
+        except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
-            raise InputError(f"{self.url}{path}: no server answers ({reason}); is it running?") from None
-        return json.loads(content) if "json" in kind and content else content.decode("utf-8", "replace")
+            raise InputError(f"{self.url}{path}: no server answers ({reason!s:.200}); is it running?") from None
+        try:
+            return json.loads(content) if "json" in kind and content else content.decode("utf-8", "replace")
+        except ValueError as error:
+            raise InputError(f"{self.url}{path}: {UNREADABLE} (no JSON: {error})") from None
 
     def flush_cache(self) -> None:
         """Empties the radix cache once no request is in flight. InputError if that takes 30 s."""
@@ -87,7 +96,17 @@ class Client:
         return {name: value for name, value in self._checker("checksum").items() if not name.startswith(PREFIX)}
 
     def _checker(self, action: str) -> dict[str, str]:
-        return self.call("/weights_checker", {"action": action})["ranks"][0]["checksums"]
+        answer = self.call("/weights_checker", {"action": action})
+        with self._reading("/weights_checker"):
+            return dict(answer["ranks"][0]["checksums"])
+
+    @contextmanager
+    def _reading(self, path: str) -> Iterator[None]:
+        """InputError for an answer without the fields of SGLang's."""
+        try:
+            yield
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise InputError(f"{self.url}{path}: {UNREADABLE} ({type(error).__name__}: {error})") from None
 
     def generate(
         self,
@@ -106,7 +125,8 @@ class Client:
             "logprob_start_len": first, **more,
         }  # fmt: skip
         answers = self.call("/generate", body)
-        return [_output(a) for a in (answers if isinstance(answers, list) else [answers])]
+        with self._reading("/generate"):
+            return [_output(a) for a in (answers if isinstance(answers, list) else [answers])]
 
 
 def _output(answer: dict[str, Any]) -> Output:

@@ -117,6 +117,7 @@ def activate() -> None:
     _wrap(BaseTpWorker, "_deserialize_own_rank", weights.readable)
     _wrap(WeightUpdater, "update_weights_from_tensor", weights.from_tensor)
     _wrap(WeightUpdater, "update_weights_from_disk", weights.from_disk)
+    _wrap(WeightUpdater, "update_weights_from_distributed", weights.from_distributed)
     if not torch.cuda.is_available():
         _wrap(BaseHostCache, "__init__", cpu.host_cache)
         paged.alloc_extend_kernel = cpu.Kernel(cpu.alloc_extend)

@@ -190,9 +190,10 @@ def _load(client: Client, path: str, body: Any, before: Mapping | None, expected
     except InputError as error:
         said, answered = str(error), "refuses" in str(error)
     else:
-        if answer.get("success"):
+        told = answer if isinstance(answer, dict) else {"message": f"no answer of SGLang's: {answer!r:.200}"}
+        if told.get("success"):
             return
-        said, answered = f"{client.url}{path}: {answer.get('message')}", True
+        said, answered = f"{client.url}{path}: {told.get('message')}", isinstance(answer, dict)
     raise InputError(f"{said}. State: {_state(client.url, before, expected, answered)}")
 
 

@@ -169,8 +169,13 @@ def from_tensor(original: Any, updater: Any, named_tensors: Any, load_format: st
         return False, f"load_format 'direct' is not supported by miniTransformer; send Hugging Face names. {KEPT}"
     try:
         return original(updater, named_tensors, load_format)
-    except InputError as error:
+    except Exception as error:
         return False, f"{error}. {KEPT}"
+
+
+def from_distributed(original: Any, updater: Any, *rest: Any, **options: Any) -> tuple[bool, str]:
+    """WeightUpdater.update_weights_from_distributed: unasked for, and without its group it would end the server."""
+    return False, f"update_weights_from_distributed is not supported by miniTransformer; use tensor or disk. {KEPT}"
 
 
 def readable(original: Any, worker: Any, payloads: Any) -> Any:

@@ -1,0 +1,61 @@
+"""The client against URLs that are none and servers that are not SGLang: one sentence each, no traceback."""
+
+import http.server
+import threading
+
+import pytest
+
+from minitransformer.errors import InputError
+from minitransformer.plugins.sglang.client import Client
+
+
+@pytest.fixture
+def answering():
+    """A server that answers everything with .raw, the bytes of a whole HTTP answer."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.wfile.write(server.raw)
+            self.close_connection = True
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def said(content: bytes, kind: str = "application/json") -> bytes:
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nContent-Length: {len(content)}\r\n\r\n"
+    return head.encode() + content
+
+
+STRANGE = {
+    "page": said(b"<html>", "text/html"), "list": said(b"[1, 2]"), "empty": said(b""), "cut JSON": said(b"{nope"),
+    "no text": said(b"\xff\xfe{"), "no fields": said(b"{}"), "no ranks": said(b'{"ranks": []}'),
+    "no sums": said(b'{"ranks": [{"checksums": [1]}]}'), "no log-probs": said(b'{"meta_info": {}, "output_ids": []}'),
+    "cut": said(b"{}")[:-1], "no HTTP": b"SSH-2.0-x\r\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_a_server_that_is_not_sglang(answering, name):
+    answering.raw = STRANGE[name]
+    client = Client(f"http://127.0.0.1:{answering.server_address[1]}", timeout=5)
+    for ask in (client.about, client.identity, client.checksums, lambda: client.generate([[1, 2]], {})):
+        with pytest.raises(InputError, match="SGLang server|no server answers"):
+            ask()
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:abc", "http://[::1", "http://127.0.0.1 :1", "http://127.0.0.1:1\n", "here", ""]
+)
+def test_what_is_no_url(url):
+    with pytest.raises(InputError, match="is no URL .*; expected http://host:port"):
+        Client(url, timeout=5).about()
