@@ -114,6 +114,15 @@ def test_nothing_happens_without_the_variable(monkeypatch):
     plugin.plugin()
 
 
+@pytest.mark.parametrize("value", ["minitransformer.plugins.sglang", MODEL_PACKAGE + ".qwen3_moe", "miniTransformer"])
+def test_a_value_that_almost_asks_for_our_model_ends_the_process(monkeypatch, value):
+    monkeypatch.setenv(MODEL_PACKAGE_VARIABLE, value)
+    with pytest.raises(SystemExit, match=f"is '{value}'; set it to {MODEL_PACKAGE}$"):
+        plugin.plugin()
+    monkeypatch.setenv(MODEL_PACKAGE_VARIABLE, "somebody.elses.models")
+    plugin.plugin()
+
+
 @pytest.mark.parametrize("error", [InputError("a reason"), RuntimeError("a reason"), ImportError("a reason")])
 def test_a_plugin_that_fails_ends_the_process(monkeypatch, error):
     """SGLang catches Exception and would serve its own model; SystemExit it does not catch."""

@@ -32,6 +32,9 @@ def wanted() -> bool:
 def plugin() -> None:
     """Entry point of the group sglang.srt.plugins. Does nothing unless the environment asks for our model."""
     if not wanted():
+        value = os.environ.get(MODEL_PACKAGE_VARIABLE, "")
+        if "minitransformer" in value.lower():  # SGLang would find no model there, and serve its own
+            fail(f"{MODEL_PACKAGE_VARIABLE} is {value!r}; set it to {MODEL_PACKAGE}")
         return
     try:
         check_version()
@@ -71,7 +74,10 @@ def require_installed() -> None:
     if allowed and NAME not in allowed:
         fail(f"SGLANG_PLUGINS={','.join(allowed)} leaves its plugin out; add {NAME}")
     if not entry_points(group=GROUP, name=NAME):
-        fail("its package is on the path but not installed, so SGLang can't find its plugin; `pip install` it")
+        fail(
+            "its package is on the path but not installed, so SGLang can't find its plugin; `pip install` it (an old "
+            "minitransformer.egg-info in the working directory hides an installed one: remove it)"
+        )
     try:
         check_version()
     except InputError as error:
