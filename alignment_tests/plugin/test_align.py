@@ -130,6 +130,7 @@ def test_bad_options(line, capsys):
         ("--sampler http://127.0.0.1:9 --page-size 8", "--page-size is for miniTransformer's own sampler"),
         ("--sampler http://127.0.0.1:9 --stages logits", "--stages is for miniTransformer's own sampler"),
         ("--sampler sglang --recipe nvfp4_per_token --layers 0=bf16", "--layers can't be told to SGLang"),
+        ("--sampler sglang --sglang-arg='--page-size", "no closing quotation; expected words"),
         ("--stock", "is for --sampler sglang"),
     ):
         assert main([*line, *options.split()]) == 2 and words in capsys.readouterr().err, options

@@ -66,11 +66,21 @@ def run(args: argparse.Namespace, learner_device: "torch.device | None") -> int:
     return 0 if found.equal else 1
 
 
+def _words(options: list[str]) -> list[str]:
+    """Split as a shell does. InputError for a quote that is not closed."""
+    try:
+        return [word for words in options for word in shlex.split(words)]
+    except ValueError as error:
+        given = " ".join(options)
+        raise InputError(f"--sglang-arg {given}: {str(error).lower()}; expected words as in a shell") from None
+
+
 def _check(args: argparse.Namespace) -> None:
     own = [option for option, name, default in args.own_options if getattr(args, name) != default]
     own += ["--stages"] if args.stages else []
     if own:
         raise InputError(f"{own[0]} is for miniTransformer's own sampler; with --sampler use --sglang-arg, or leave it")
+    _words(args.sglang_arg)
     if args.sampler == "sglang":
         if args.layers:
             raise InputError("--layers can't be told to SGLang; `minitransformer quantize` writes such a checkpoint")
@@ -98,7 +108,7 @@ def _client(args: argparse.Namespace) -> "Iterator[Client]":
     arguments += ["--attention-backend", "torch_native"] if args.stock and cpu else []  # its others need a GPU
     if args.recipe is not None and not args.stock:
         arguments += ["--json-model-override-args", json.dumps({RECIPE: args.recipe})]
-    arguments += [word for words in args.sglang_arg for word in shlex.split(words)]
+    arguments += _words(args.sglang_arg)
     with Server(args.model, arguments, cpu=cpu, stock=args.stock) as server:
         try:
             yield Client(server.url)
