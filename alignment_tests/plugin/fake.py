@@ -86,6 +86,8 @@ class Fake:
             return 200, {"ranks": [{"checksums": sums | identity(self.model, self.form and self.form.name)}]}
         if path == "/generate":
             return 200, self.generate(body)
+        if path.startswith("/flush_cache"):
+            return 200, {}
         self.updates.append(path)
         return self.update(self.tensors(path, body))
 

@@ -176,5 +176,6 @@ def squeezed(small: Client, large: Client, ids: Ids, new_tokens: int) -> tuple[C
 
 
 def update_from_disk(client: Client, checkpoint) -> None:
+    client.flush_cache()  # an answer is out before the scheduler has wound its request up, and SGLang ends then
     answer = client.call("/update_weights_from_disk", {"model_path": str(checkpoint)})
     assert answer["success"], answer

@@ -186,6 +186,7 @@ def _expected(model: Any, packed: Packed) -> dict[str, str]:
 def _load(client: Client, path: str, body: Any, before: Mapping | None, expected: Callable[[], dict]) -> None:
     """The update. InputError names why it failed and what the server holds now."""
     try:
+        client.flush_cache()  # waits for requests: SGLang ends if one is in flight when it flushes after an update
         answer = client.call(path, body)
     except InputError as error:
         said, answered = str(error), "refuses" in str(error)
