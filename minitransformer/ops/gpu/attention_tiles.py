@@ -34,6 +34,7 @@ def _keys(
     top = tl.maximum(m, tl.max(s, 1))
     p = tl.exp2(s - top[:, None])
     shrink = tl.exp2(m - top)
+    # The quad sum of the spec: each warp owns whole rows (`fits`), so tl.sum has one order whatever the schedule.
     l = l * shrink + tl.sum(p, 1)
     acc = tl.dot(p.to(tl.bfloat16), v, acc * shrink[:, None])
     return acc, top, l
