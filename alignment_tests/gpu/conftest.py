@@ -9,12 +9,13 @@ import torch
 
 @pytest.fixture(autouse=True, scope="module")
 def _settings():
-    """All cores for the CPU reference (bits do not depend on it), and NaN in every output before a kernel writes it."""
+    """The worker's share of the cores for the CPU reference, and NaN in every output before a kernel writes it."""
     if not torch.cuda.is_available():
         yield
         return
     threads = torch.get_num_threads()
-    torch.set_num_threads(os.cpu_count() or 1)
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    torch.set_num_threads(max(2, (os.cpu_count() or 1) // workers))
     torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN
     yield
     torch.use_deterministic_algorithms(False)
