@@ -40,9 +40,11 @@ MUTATIONS = {
     "one maximum of two blocks": ("logprob", "m = div(tl.max(tops, 0), temperature)",
                                   "m = div(tl.max(tl.where(i == 0, tops, float('-inf')), 0), temperature)", "logprob"),
     "temperature forgotten": ("logprob", "x = div(x, temperature)\n    return", "x = x * 1.0\n    return", "logprob"),
-    "noise keyed by the row": ("sample", "tl.load(draws_ptr + 2 * row + 1)", "tl.load(draws_ptr + 1)", "draw"),
+    "noise keyed by the row": ("sample", "tl.load(positions_ptr + row)", "row", "draw"),
     "the higher of two equal scores": ("sample", "tl.min(tl.where(inside & (score == best), v, 0x7FFFFFFF), 0)",
                                        "tl.max(tl.where(inside & (score == best), v, 0), 0)", "draw"),
+    "the log-prob at the draw's temperature": ("sample", "rows.log_prob_temperatures, tops)[0]",
+                                               "rows.temperatures, tops)[0]", "draw"),
     "one token more than top_k": ("sample", "min(d.top_k or V, V)", "min((d.top_k or V) + 1, V)", "draw"),
     "the mass of all instead of top_k's": ("sample", "reached.gather(1, most - 1)", "reached[:, -1:]", "draw"),
 }  # fmt: skip
@@ -140,6 +142,11 @@ def _draw() -> Iterator[tuple[str, int]]:
             token = sample.sample(row, d.seed, d.position, d.temperature, d.top_k, d.top_p)
             want = logprob.logprob(row[None], torch.tensor([token]), d.log_prob_temperature)
             yield f"draw {V} {d}", int(got != (token, want.item()))
+        whole = [i for i in range(28) if i % 7 < 2]  # of these kinds, from which nothing is cut
+        rows = kernels._rows(x, [draws[i] for i in whole])
+        want = zip(*kernels.draw(x[whole], [draws[i] for i in whole]), strict=True)
+        got = kernels.draw_rows(x[whole], rows)
+        yield f"draw rows {V}", int([tuple(g.tolist()) for g in got] != list(want))
 
 
 SOURCES = {"plan": _plan, "spread": _spread, "router": _router, "norm": _norm, "qkv": _qkv, "swiglu": _swiglu,

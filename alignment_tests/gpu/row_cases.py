@@ -93,10 +93,12 @@ def _rest() -> Iterator[tuple]:
         yield f"logprob sum {slot}", logprob.sum_kernel, types, (256, logprob.UNROLL, slot)
     types = ("*fp32", "*fp32", "*i64", "*fp32", "*fp32", "fp32", "i32")
     yield "logprob backward", logprob.backward_kernel, types, (1024,)
-    types = ("*fp32", "*i64", "*fp32", "*i64", "*fp64", "*i32", "*fp32", "i32!")
+    types = ("*fp32", "*i64", "*i64", "*fp32", "*i64", "*fp64", "*i32", "*fp32", "i32!")
     for cut in (False, True):
         yield f"sample best {cut}", sample.best_kernel, types, (sample.BLOCK, cut)
-    yield "sample pick", sample.pick_kernel, ("*fp64", "*i32", "*fp32", "*fp32", "*i64", "i32!"), (256,)
+    types = ("*fp64", "*i32", "*fp32", "*fp32", "*i64", "*i32", "i32!")
+    for slot in (FOUND["sample"], -1):
+        yield f"sample pick {slot}", sample.pick_kernel, types, (256, slot)
     yield "sample keys", sample.keys_kernel, ("*fp32", "*fp32", "*fp32", "*i64", "*i64", "i32!"), (sample.BLOCK,)
 
 

@@ -75,6 +75,39 @@ def whose_layer() -> None:
     assert (error.value.op, error.value.layer, error.value.rows) == ("rope", 3, [7])
 
 
+class Event:
+    """torch.cuda.Event of a GPU that ends a step when it is told to, or when someone waits."""
+
+    over = False
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return self.over
+
+    def synchronize(self) -> None:
+        self.over = True
+
+
+@without_a_gpu()
+def told_later() -> None:
+    """A fault is told to whoever asks after the step, once, and not while the step runs."""
+    with mock.patch.object(torch.cuda, "Event", Event):
+        before = device.watch(HOME)
+        leave("sample", 3)
+        after = device.watch(HOME)
+        assert not after(False)
+        assert before(True)
+        with pytest.raises(RowError, match="sample: row 3: the logits"):
+            after(True)
+        assert after(True)
+
+
+def test_a_fault_is_told_later_where_nothing_waits():
+    told_later()
+
+
 def test_the_first_layer_is_reported_and_then_all_is_forgotten():
     first_layer_first()
 

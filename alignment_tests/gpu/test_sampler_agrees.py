@@ -9,7 +9,7 @@ from alignment_tests.gpu.test_model_agrees import DEMO
 from alignment_tests.learner.tiny import tiny_model
 from minitransformer.alignment.align import align
 from minitransformer.cli import main
-from minitransformer.errors import InputError
+from minitransformer.errors import InputError, RowError
 from minitransformer.learner.learner import Learner
 from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from minitransformer.ops import gpu, logprob, sample
@@ -177,6 +177,23 @@ def test_draws_of_many_rows():
             token = sample.sample(row, d.seed, d.position, d.temperature, d.top_k, d.top_p)
             want = logprob.logprob(row[None], torch.tensor([token]), d.log_prob_temperature)
             assert got == (token, want.item()), d
+
+
+def test_draws_that_nothing_waits_for():
+    """What SGLang's steps call: the tokens and log-probs of draw, and a bad row told afterwards."""
+    x, home = inputs.normal(82, 40, 5003, scale=4.0).cuda(), torch.device("cuda", 0)
+    draws = [
+        gpu.sample.Draw((1 << 63) - i, 3 * i, *(0.0, 0, 1.0, 0.7) if i % 3 else (0.6, 0, 1.0, 0.6)) for i in range(39)
+    ]
+    for n in (39, 8, 1):
+        rows = gpu.sample._rows(x, draws[:n])
+        ids, scores = gpu.sample.draw_rows(x[:n], rows)
+        assert gpu.device.watch(home)(True)
+        assert list(zip(ids.tolist(), scores.tolist(), strict=True)) == gpu.sample.draw(x[:n], draws[:n])
+    x[2] = torch.nan
+    gpu.sample.draw_rows(x[:8], gpu.sample._rows(x, draws[:8]))
+    with pytest.raises(RowError, match="sample: row 2: the logits have a NaN"):
+        gpu.device.watch(home)(True)
 
 
 def test_a_bad_row_fails_alone():

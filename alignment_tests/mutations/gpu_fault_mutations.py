@@ -57,7 +57,17 @@ def last_layer_first(home: torch.device, rows: int = NO_ROW) -> None:
                 raise RowError(op, [row], text, None if layer == device._LAYERS else layer)
 
 
+def asked_at_once(home: torch.device):
+    """Looks at the table while the step still runs."""
+    device.check(home)
+    return lambda wait: True
+
+
 MUTATIONS = [
+    Mutation("a step that nobody waits for is not looked at", AGAIN,
+             patched(device, "watch", lambda home: lambda wait: True), test_faults.told_later),
+    Mutation("a step is looked at while it runs", AGAIN, patched(device, "watch", asked_at_once),
+             test_faults.told_later),
     Mutation("one row of the table for all layers", FAILS, patched(device, "faults", one_row_for_all_layers),
              test_faults.first_layer_first),
     Mutation("a slot shared by all ops", FAILS, patched(device, "slot", lambda op: 0), test_faults.whose_layer),

@@ -1,5 +1,6 @@
 """The border between torch tensors and the Triton kernels: what is refused, and how every kernel is compiled."""
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -28,6 +29,7 @@ FAULTS = {
     "nvfp4.amax": "a value lies beyond the amax given for it",
     "mxfp8.quantize": "a value is not finite, which has no code",
     "logprob": "the logits have a NaN or no finite maximum, or the id is outside the vocabulary",
+    "sample": "the logits have a NaN or no finite maximum, or overflow at their temperature; check the weights",
 }
 _NO_ROW = 2**31 - 1
 _LAYERS, _SLOTS = 1024, 16  # a layer's slots begin at a multiple of 64 bytes, so that one compiled kernel serves all
@@ -94,3 +96,24 @@ def check(home: torch.device, rows: int = _NO_ROW) -> None:
         for (op, text), row in zip(FAULTS.items(), slots, strict=False):
             if row < rows:
                 raise RowError(op, [row], text, None if layer == _LAYERS else layer)
+
+
+def watch(home: torch.device) -> Callable[[bool], bool]:
+    """`check` without the wait: what is asked later, with whether to wait until the GPU has done all up to here.
+
+    It answers whether that is done; then it has raised as `check` does if a kernel met a bad value.
+    """
+    least = torch.empty((), dtype=torch.int32, pin_memory=home.type == "cuda")
+    least.copy_(_table(home).amin(), non_blocking=True)
+    here = torch.cuda.Event()
+    here.record()
+
+    def ask(wait: bool) -> bool:
+        if wait:
+            here.synchronize()
+        done = here.query()
+        if done and least != _NO_ROW:
+            check(home)
+        return done
+
+    return ask

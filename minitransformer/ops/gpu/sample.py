@@ -6,7 +6,6 @@ Order and mass are integers, so the library's sort and sum serve. Nothing waits 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +17,7 @@ from minitransformer.ops import sample as spec
 from minitransformer.ops.gpu import device, logprob
 from minitransformer.ops.gpu.scalar import LOG2E, div, exp2_32
 
-_C0, _M1, _M2 = (tl.constexpr(int(c)) for c in (spec._C0, spec._M1, spec._M2))
+_C0, _C1, _C2, _M1, _M2 = (tl.constexpr(int(c)) for c in (spec._C0, spec._C1, spec._C2, spec._M1, spec._M2))
 _HI, _LO = tl.constexpr(rounding._LN2_HI64), tl.constexpr(rounding._LN2_LO64)
 
 
@@ -75,19 +74,20 @@ def _key(x, v):
 
 @triton.jit(do_not_specialize=["V"])
 def best_kernel(
-    logits_ptr, draws_ptr, temperatures_ptr, last_ptr, score_ptr, id_ptr, top_ptr, V,
+    logits_ptr, seeds_ptr, positions_ptr, temperatures_ptr, last_ptr, score_ptr, id_ptr, top_ptr, V,
     BLOCK: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Program (block, row): its largest score FP64 and logit FP32, and the lowest id of that score, each [L, blocks].
 
-    draws [L, 2]: the two keys of (seed, position), int64 bits; temperature 0: greedy; last [L]: the largest key kept.
+    seeds int64 bits, positions, temperatures (0: greedy) and last, the largest key kept: all [L].
     """
     block, row = tl.program_id(0), tl.program_id(1)
     v = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + row.to(tl.int64) * V + v, mask=v < V, other=float("-inf"))
     t = tl.load(temperatures_ptr + row)
-    key = tl.load(draws_ptr + 2 * row).to(tl.uint64, bitcast=True)
-    key2 = tl.load(draws_ptr + 2 * row + 1).to(tl.uint64, bitcast=True)
+    seed = tl.load(seeds_ptr + row).to(tl.uint64, bitcast=True)
+    key = _mix(_mix(seed + _C0) + tl.load(positions_ptr + row).to(tl.uint64) * _C1)
+    key2 = _mix(key + _C2)
     h = _mix(key2 ^ _mix(key + v.to(tl.uint64) * _C0))
     u = ((h >> 12).to(tl.int64).to(tl.float64) + _c(h, 0.5)) * _c(h, 2.0**-52)
     noisy = div(x, tl.where(t == 0.0, 1.0, t)).to(tl.float64) - log_64(-log_64(u))
@@ -105,8 +105,13 @@ def best_kernel(
 
 
 @triton.jit(do_not_specialize=["blocks"])
-def pick_kernel(score_ptr, id_ptr, top_ptr, temperatures_ptr, out_ptr, blocks, PADDED: tl.constexpr):
-    """Program row: its id int64, or -1: a NaN or no finite maximum, -2: the temperature makes the maximum overflow."""
+def pick_kernel(
+    score_ptr, id_ptr, top_ptr, temperatures_ptr, out_ptr, faults_ptr, blocks, PADDED: tl.constexpr, SLOT: tl.constexpr
+):
+    """Program row: its id int64, or -1: a NaN or no finite maximum, -2: the temperature makes the maximum overflow.
+
+    SLOT < 0: such a row is not flagged.
+    """
     row, i = tl.program_id(0), tl.arange(0, PADDED)
     at = row * blocks + i
     score = tl.load(score_ptr + at, mask=i < blocks, other=float("-inf"))
@@ -118,6 +123,9 @@ def pick_kernel(score_ptr, id_ptr, top_ptr, temperatures_ptr, out_ptr, blocks, P
     over = tl.abs(div(top, tl.where(t == 0.0, 1.0, t))) == infinite
     chosen = tl.where(tl.abs(top) == infinite, -1, tl.where(over, -2, chosen))
     tl.store(out_ptr + row, chosen.to(tl.int64))
+    if SLOT >= 0:
+        if chosen < 0:
+            tl.atomic_min(faults_ptr + SLOT, row, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["V"])
@@ -149,6 +157,15 @@ CUT_ROWS = 32  # rows that are sorted at a time: seven int64 [rows, V] are alive
 _ALL = 2**63 - 1
 
 
+class Rows(NamedTuple):
+    """The same on the GPU, of rows that nothing is cut from, each [L]: int64 seeds and positions, FP32 temperatures."""
+
+    seeds: Tensor
+    positions: Tensor
+    temperatures: Tensor
+    log_prob_temperatures: Tensor
+
+
 def _last_kept(logits_LV: Tensor, t_L: Tensor, draws: Sequence[Draw]) -> Tensor:
     """int64 [L]: the largest key that top_k and top_p keep of each row."""
     L, V = logits_LV.shape
@@ -169,26 +186,40 @@ def _on(like: Tensor, values: Sequence, dtype: torch.dtype) -> Tensor:
     return torch.tensor(values, dtype=dtype).pin_memory().to(like.device, non_blocking=True)
 
 
-def choose(logits_LV: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
-    """Contiguous FP32 [L, V] -> (ids int64 [L], or -1 and -2 as in pick_kernel; FP32 [L, blocks] maxima of logits)."""
+def _rows(like: Tensor, draws: Sequence[Draw]) -> Rows:
+    unused = [0] * (-len(draws) % 4)  # each row of numbers begins at 16 bytes, so that one compiled kernel serves all
+    seeds = [(d.seed + 2**63) % 2**64 - 2**63 for d in draws]  # int64 of the same bits
+    integers = [seeds + unused, [d.position for d in draws] + unused]
+    floats = [[d.temperature for d in draws] + unused, [d.log_prob_temperature for d in draws] + unused]
+    on = *_on(like, integers, torch.int64), *_on(like, floats, torch.float32)
+    return Rows(*(numbers[: len(draws)] for numbers in on))
+
+
+def choose(
+    logits_LV: Tensor, rows: Rows, cut: Sequence[tuple[int, Draw]] = (), where: int = -1
+) -> tuple[Tensor, Tensor]:
+    """Contiguous FP32 [L, V] -> (ids int64 [L], or -1 and -2 as in pick_kernel; FP32 [L, blocks] maxima of logits).
+
+    cut: the rows of which top_k or top_p leave out ids. where: as SLOT.
+    """
     (L, V), home = logits_LV.shape, logits_LV.device
-    keys = [spec.draw_keys(np.uint64(d.seed % 2**64), np.uint64(d.position)) for d in draws]
-    keys = _on(logits_LV, np.array(keys, np.uint64).view(np.int64).tolist(), torch.int64)
-    t = _on(logits_LV, [d.temperature for d in draws], torch.float32)
-    cut = [i for i, d in enumerate(draws) if d.temperature > 0 and (d.top_k or d.top_p < 1)]
     blocks = triton.cdiv(V, BLOCK)
     kinds = torch.float64, torch.int32, torch.float32
     score, id_, top = (torch.empty(L, blocks, dtype=kind, device=home) for kind in kinds)
-    out, last = torch.empty(L, dtype=torch.int64, device=home), keys
+    out, last, t = torch.empty(L, dtype=torch.int64, device=home), rows.seeds, rows.temperatures
     with torch.cuda.device(home):
         if cut:
             last = torch.full((L,), _ALL, dtype=torch.int64, device=home)
         for begin in range(0, len(cut), CUT_ROWS):
-            some = cut[begin : begin + CUT_ROWS]
-            rows = _on(logits_LV, some, torch.int64)
-            last[rows] = _last_kept(logits_LV[rows], t[rows], [draws[i] for i in some])
-        best_kernel[(blocks, L)](logits_LV, keys, t, last, score, id_, top, V, BLOCK, bool(cut), **device.ROWS)
-        pick_kernel[(L,)](score, id_, top, t, out, blocks, triton.next_power_of_2(blocks), **device.ROWS)
+            numbers, draws = zip(*cut[begin : begin + CUT_ROWS], strict=True)
+            some = _on(logits_LV, numbers, torch.int64)
+            last[some] = _last_kept(logits_LV[some], t[some], draws)
+        best_kernel[(blocks, L)](
+            logits_LV, rows.seeds, rows.positions, t, last, score, id_, top, V, BLOCK, bool(cut), **device.ROWS
+        )
+        pick_kernel[(L,)](
+            score, id_, top, t, out, device.faults(home), blocks, triton.next_power_of_2(blocks), where, **device.ROWS
+        )
     return out, top
 
 
@@ -199,16 +230,30 @@ def _refusal(code: int, draw: Draw) -> InputError:
     return InputError(f"{where} overflow at temperature {draw.temperature}; raise it")
 
 
+def _cut(draws: Sequence[Draw]) -> list[tuple[int, Draw]]:
+    return [(i, d) for i, d in enumerate(draws) if d.temperature > 0 and (d.top_k or d.top_p < 1)]
+
+
 def draw(logits_LV: Tensor, draws: Sequence[Draw]) -> list[tuple[int, float] | InputError]:
     """Each row's id and its log-prob, or what sample() would have raised for the row; options are not checked here."""
     home = logits_LV.device
     (logits,) = device.take("sample", home, torch.float32, logits_LV)
     if len(draws) == 0:
         return []
-    ids, tops = choose(logits, draws)
-    log_probs = logprob.of_rows(logits, ids, _on(logits, [d.log_prob_temperature for d in draws], torch.float32), tops)
-    rows = zip(ids.tolist(), log_probs[0].tolist(), draws, strict=True)
-    return [(token, log_prob) if token >= 0 else _refusal(token, d) for token, log_prob, d in rows]
+    rows = _rows(logits, draws)
+    ids, tops = choose(logits, rows, _cut(draws))
+    log_probs = logprob.of_rows(logits, ids, rows.log_prob_temperatures, tops)
+    found = zip(ids.tolist(), log_probs[0].tolist(), draws, strict=True)
+    return [(token, log_prob) if token >= 0 else _refusal(token, d) for token, log_prob, d in found]
+
+
+def draw_rows(logits_LV: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """draw for what lies on the GPU, which is not waited for: (ids int64, log-probs FP32). The next device.check or
+    watch tells of a row without a token."""
+    home = logits_LV.device
+    (logits,) = device.take("sample", home, torch.float32, logits_LV)
+    ids, tops = choose(logits, rows, where=device.slot("sample"))
+    return ids, logprob.of_rows(logits, ids, rows.log_prob_temperatures, tops)[0]
 
 
 def sample(logits_V: Tensor, seed: int, position: int, temperature: float, top_k: int, top_p: float) -> int:
@@ -216,9 +261,9 @@ def sample(logits_V: Tensor, seed: int, position: int, temperature: float, top_k
     (logits,) = device.take("sample", home, torch.float32, logits_V)
     if logits.dim() != 1 or logits.numel() == 0:
         raise ValueError(f"sample: logits are {tuple(logits.shape)}, expected [V]")
-    one = Draw(seed, position, temperature, top_k, top_p, 1.0)
-    token = int(choose(logits[None], [one])[0])
+    one = [Draw(seed, position, temperature, top_k, top_p, 1.0)]
+    token = int(choose(logits[None], _rows(logits, one), _cut(one))[0])
     device.check(home)
     if token < 0:
-        raise _refusal(token, one)
+        raise _refusal(token, one[0])
     return token

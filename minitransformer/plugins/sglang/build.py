@@ -5,12 +5,14 @@ from pathlib import Path
 import torch
 
 from minitransformer import recipe as recipes
+from minitransformer.errors import InputError
 from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from minitransformer.models.qwen3_moe.nvfp4_config import Quantisation, read_quantisation
 from minitransformer.models.qwen3_moe.nvfp4_layout import BLOCK, Format
 from minitransformer.models.qwen3_moe.weights import read_config
 from minitransformer.models.qwen3_moe.weights_nvfp4 import quantised_layers
 from minitransformer.ops.nvfp4 import Nvfp4
+from minitransformer.weights_stamp import parts
 
 
 def build(directory: str, recipe: str | None, device: torch.device) -> tuple[Qwen3MoeForCausalLM, Format | None]:
@@ -28,6 +30,15 @@ def build(directory: str, recipe: str | None, device: torch.device) -> tuple[Qwe
     if recipe is not None:
         model.set_recipe(recipe)
     return model, None if said is None else said.format
+
+
+def require_capturable(model: Qwen3MoeForCausalLM) -> None:
+    """InputError for a recipe under which the rows that pad a CUDA graph would move the others' bits."""
+    if not all(one.capturable for one in parts(model)[1]):
+        raise InputError(
+            f"--cuda-graph-backend-decode full is not supported with the recipe {model.recipe.name}: its scale is of "
+            "the whole batch, padding included; leave it out"
+        )
 
 
 def _make_quantised(model: Qwen3MoeForCausalLM, directory: str, said: Quantisation, device: torch.device) -> None:

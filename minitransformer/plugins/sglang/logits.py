@@ -5,7 +5,8 @@ drawn by ops/sample.py from (seed, position). Rows never see each other, so a ba
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class InputLogProbs(InputLogprobProcessor):
         logits_metadata, skip_chunking_for_dp_attn=False,
     ):  # fmt: skip
         """-> (LogprobResult of the prompt's rows, logits [requests, V] of the rows to draw from)."""
+
         def logits_of(rows: Tensor) -> Tensor:
             return get_logits_fn(pruned_states[rows], lm_head, logits_metadata, use_logits_buffer=False)
 
@@ -113,34 +115,67 @@ class Sampler(SGLangSampler):
         self, logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions
     ) -> Tensor:  # fmt: skip
         """-> ids int32 [requests]; log-probs go into logits_output. positions: of each row's newest token."""
-        logits_LV = logits_output.next_token_logits
-        if sampling_info.has_custom_logit_processor:
-            logits_LV = self._preprocess_logits(logits_LV, sampling_info)
-        t, seeds = sampling_info.temperatures.flatten().tolist(), sampling_info.sampling_seed.tolist()
-        options = zip(
-            seeds, positions.tolist(), t, sampling_info.top_ks.tolist(), sampling_info.top_ps.tolist(), strict=True
-        )
-        draws = [
-            # SGLang writes a greedy request as top_k = 1.
-            (seed, position + 1, 0.0 if k == 1 else t_, 0 if k in (1, TOP_K_ALL) else k, p, t_)
-            for seed, position, t_, k, p in options
-        ]
-        ids_L, scores_L = draw(logits_LV, draws, return_logprob)
+        logits_LV, info = logits_output.next_token_logits, sampling_info
+        if info.has_custom_logit_processor:
+            logits_LV = self._preprocess_logits(logits_LV, info)
+        cuts = info.need_top_p_sampling or info.need_top_k_sampling  # SGLang writes a greedy request as top_k = 1
+        if logits_LV.is_cuda and (info.is_all_greedy or not cuts):
+            ids_L, scores_L = draw_there(logits_LV, info, positions)
+        else:
+            ids_L, scores_L = draw(logits_LV, _draws(info, positions), return_logprob)
         if return_logprob:
-            self._attach(logits_output, logits_LV, scores_L, t, top_logprobs_nums, token_ids_logprobs)
-        self._sync_token_ids_across_tp(ids_L, sampling_info)
+            self._attach(logits_output, logits_LV, scores_L, info, top_logprobs_nums, token_ids_logprobs)
+        self._sync_token_ids_across_tp(ids_L, info)
         return ids_L.to(torch.int32)
 
-    def _attach(self, output, logits_LV, scores_L, t, top_logprobs_nums, token_ids_logprobs) -> None:
+    def _attach(self, output, logits_LV, scores_L, info, top_logprobs_nums, token_ids_logprobs) -> None:
         result = LogprobResult(token_logprobs=scores_L)
         if any(top_logprobs_nums):
-            found = best(logits_LV, top_logprobs_nums, t)
+            found = best(logits_LV, top_logprobs_nums, _temperatures(info))
             result.top_logprobs_val, result.top_logprobs_idx = map(list, zip(*found, strict=True))
         if any(ids is not None for ids in token_ids_logprobs):
-            found = chosen(logits_LV, token_ids_logprobs, t)
+            found = chosen(logits_LV, token_ids_logprobs, _temperatures(info))
             result.token_ids_logprobs_val = [values for values, _ in found]
             result.token_ids_logprobs_idx = [ids or [] for ids in token_ids_logprobs]
         result.write_output_to(output)
+
+
+def _temperatures(info: Any) -> list[float]:
+    return info.temperatures.flatten().tolist()
+
+
+def _draws(info: Any, positions: Tensor) -> list[tuple]:
+    columns = (positions, info.top_ks, info.top_ps)
+    options = zip(info.sampling_seed.tolist(), _temperatures(info), *(c.tolist() for c in columns), strict=True)
+    return [
+        (seed, position + 1, 0.0 if k == 1 else t, 0 if k in (1, TOP_K_ALL) else k, p, t)
+        for seed, t, position, k, p in options
+    ]
+
+
+UNSEEN: deque[Callable[[bool], bool]] = deque()  # of steps whose tokens nobody has read yet: gpu.device.watch
+
+
+def draw_there(logits_LV: Tensor, info: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """draw without top_k and top_p: nothing comes to the host, so the next step is launched behind this one."""
+    scored = info.temperatures.flatten()
+    drawn = torch.where(info.top_ks == 1, 0.0, scored) if info.is_any_greedy else scored
+    found = gpu.sample.draw_rows(logits_LV, gpu.sample.Rows(info.sampling_seed, positions + 1, drawn, scored))
+    UNSEEN.append(gpu.device.watch(logits_LV.device))
+    return found
+
+
+def before_results(original: Any, scheduler: Any, batch: Any, result: Any) -> Any:
+    """Scheduler.process_batch_result: a step that met a bad value ends the server before a token of it is handed out.
+
+    Of a step that overlaps the next, SGLang says when its tokens are there; else all of them are waited for.
+    """
+    done = getattr(result, "copy_done", None)
+    if done is not None:
+        done.synchronize()
+    while UNSEEN and UNSEEN[0](done is None):
+        UNSEEN.popleft()
+    return original(scheduler, batch, result)
 
 
 def draw(logits_LV: Tensor, draws: Sequence[tuple], scored: bool) -> tuple[Tensor, Tensor | None]:

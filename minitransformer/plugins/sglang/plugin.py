@@ -99,6 +99,7 @@ def activate() -> None:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers import sampler
     from sglang.srt.layers.attention import attention_registry
+    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.managers.tp_worker import BaseTpWorker
     from sglang.srt.mem_cache.allocator import paged
@@ -120,6 +121,7 @@ def activate() -> None:
     _wrap(TokenizerManager, "_validate_one_request", arguments.validate)
     _wrap(SamplingParams, "verify", arguments.verify)
     _wrap(SamplingBatchInfo, "from_schedule_batch", logits.with_seeds)
+    _wrap(Scheduler, "process_batch_result", logits.before_results)
     _wrap(BaseTpWorker, "_deserialize_own_rank", weights.readable)
     _wrap(WeightUpdater, "update_weights_from_tensor", weights.from_tensor)
     _wrap(WeightUpdater, "update_weights_from_disk", weights.from_disk)

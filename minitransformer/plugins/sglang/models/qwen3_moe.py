@@ -19,14 +19,16 @@ class Qwen3MoeForCausalLM(nn.Module):
         from sglang.srt.runtime_context import get_server_args
 
         from minitransformer.plugins.sglang.arguments import RECIPE
-        from minitransformer.plugins.sglang.build import build
+        from minitransformer.plugins.sglang.build import build, require_capturable
         from minitransformer.plugins.sglang.logits import LogitsProcessor
         from minitransformer.plugins.sglang.weights import Receiver
 
         self.config = config
         try:
-            path, recipe = get_server_args().model_path, getattr(config, RECIPE, None)
-            self.model, form = build(path, recipe, torch.get_default_device())
+            args, recipe = get_server_args(), getattr(config, RECIPE, None)
+            self.model, form = build(args.model_path, recipe, torch.get_default_device())
+            if args.cuda_graph_backend_decode == "full":
+                require_capturable(self.model)
         except InputError as error:
             plugin.fail(str(error))
         self.receiver = Receiver(self.model, form)
