@@ -74,7 +74,7 @@ def install() -> None:
     import triton.runtime.interpreter as interpreter
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    from minitransformer.ops.gpu import device
+    from minitransformer.ops.gpu import device, launch
 
     theirs, patch_tensor = interpreter._convert_float, interpreter._patch_lang_tensor
 
@@ -100,6 +100,13 @@ def install() -> None:
     device._capability = lambda home: (9, 0)
     device.multiprocessors = lambda home: 5
     torch.cuda.device = lambda home: contextlib.nullcontext()
+    torch.cuda.current_device = lambda: None
+    run = interpreter.InterpretedFunction.run
+
+    def with_descriptors(self, *args, **options):
+        return run(self, *(a.descriptor() if isinstance(a, launch.Window) else a for a in args), **options)
+
+    interpreter.InterpretedFunction.run = with_descriptors
     torch.cuda.is_current_stream_capturing = lambda: False
 
 

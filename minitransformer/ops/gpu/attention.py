@@ -12,7 +12,6 @@ attention_tiles    everything else: any head size, any number of query heads
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from minitransformer.batch import Batch
@@ -24,6 +23,7 @@ from minitransformer.ops.gpu import (
     attention_tiles,
     device,
 )
+from minitransformer.ops.gpu.launch import cdiv, next_power_of_2, on
 
 
 class Schedule(NamedTuple):
@@ -111,7 +111,7 @@ def _tiles(schedule: Schedule | Decode, q, k, v, batch: Batch, positions, key_ro
     (T, N, H), G, (o, m, l) = q.shape, k.shape[1], outputs
     tokens = (schedule.rows if isinstance(schedule, Schedule) else 16) // (N // G)
     # Few queries with many keys: every segment is a program. The grid is that of the longest table of pages.
-    segments = triton.cdiv(key_rows.shape[1], SEGMENT)
+    segments = cdiv(key_rows.shape[1], SEGMENT)
     split = segments > 1 and longest <= tokens
     m_s, l_s, acc_s = m, l, m
     if split:
@@ -127,13 +127,13 @@ def _tiles(schedule: Schedule | Decode, q, k, v, batch: Batch, positions, key_ro
             *common, KEY_TILE, SEGMENT, schedule.tiles, split, num_warps=schedule.tiles, **device.STRICT
         )
     else:
-        attention_tiles.attention_kernel[(triton.cdiv(longest, tokens), pairs, batch.num_sequences)](
-            *common, triton.next_power_of_2(H), schedule.rows, KEY_TILE, SEGMENT, _contiguous(batch, k.shape[0]), split,
+        attention_tiles.attention_kernel[(cdiv(longest, tokens), pairs, batch.num_sequences)](
+            *common, next_power_of_2(H), schedule.rows, KEY_TILE, SEGMENT, _contiguous(batch, k.shape[0]), split,
             num_warps=schedule.warps, num_stages=schedule.stages, **device.STRICT,
         )  # fmt: skip
     if split:
         attention_tiles.fold_kernel[(T * N,)](
-            m_s, l_s, acc_s, positions, o, m, l, N, T * N, H, triton.next_power_of_2(H), SEGMENT, 16,
+            m_s, l_s, acc_s, positions, o, m, l, N, T * N, H, next_power_of_2(H), SEGMENT, 16,
             num_warps=1, launch_pdl=True, **device.STRICT,
         )  # fmt: skip
 
@@ -158,13 +158,13 @@ def forward(
     longest = max((b - a for a, b in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)), default=0)
     if longest == 0:
         return outputs
-    segments = triton.cdiv(key_rows.shape[1], SEGMENT)
+    segments = cdiv(key_rows.shape[1], SEGMENT)
     contiguous = _contiguous(batch, k.shape[0])
     schedule = schedule or choose(longest, N // G, H, contiguous, segments, segments * G * batch.num_sequences)
     if not fits(schedule, longest, N // G, H):
         raise ValueError(f"attention: {schedule} does not take {longest} x {N // G} rows of {H}")
     bounds = _bounds(batch, home)
-    with torch.cuda.device(home):
+    with on(home):
         run = _prefill if isinstance(schedule, Prefill) else _tiles
         run(schedule, q, k, v, batch, positions, key_rows, bounds, longest, outputs)
     return outputs

@@ -12,16 +12,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minitransformer.batch import Batch
 from minitransformer.ops.attention import _scale
 from minitransformer.ops.gpu import device
 from minitransformer.ops.gpu.attention import _bounds
+from minitransformer.ops.gpu.launch import Window, cdiv, next_power_of_2, on, quick
 from minitransformer.ops.gpu.scalar import LANES, div, lane_tree
 from minitransformer.ops.gpu.tiles import to_bf16
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["T"])
 def stats_kernel(
     do_ptr, o_ptr, m_ptr, l_ptr, stats_ptr, T, N: tl.constexpr, HEAD: tl.constexpr, ROWS: tl.constexpr
@@ -82,6 +84,8 @@ def _queries(
     return tl.dot(ds.to(tl.bfloat16), q, dk), dv
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["T"])
 def dkv_kernel(
     q_desc, do_desc, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, bounds_ptr, dk_ptr, dv_ptr, scale, unit, T, N, G,
@@ -130,6 +134,8 @@ def _keys(
     return tl.dot(ds.to(tl.bfloat16), k, dq)
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["T"])
 def dq_kernel(
     k_desc, v_desc, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, bounds_ptr, dq_ptr, scale, unit, T, N, G,
@@ -187,8 +193,8 @@ def choose(longest: int) -> tuple[Schedule, Schedule]:
     return Schedule(64, 64, 4, 2), Schedule(64, 64, 4, 2) if longest <= 64 else Schedule(128, 64, 8, 3)
 
 
-def _descriptor(x_TNH: Tensor, rows: int, width: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(x_TNH, [rows, 1, width])
+def _descriptor(x_TNH: Tensor, rows: int, width: int) -> Window:
+    return Window(x_TNH, (rows, 1, width))
 
 
 def backward(
@@ -205,18 +211,18 @@ def backward(
     if longest == 0 or dq.numel() == 0:
         return dq, dk, dv
     for_kv, for_q = schedules or choose(longest)
-    width, sequences, bounds = triton.next_power_of_2(H), batch.num_sequences, _bounds(batch, home)
+    width, sequences, bounds = next_power_of_2(H), batch.num_sequences, _bounds(batch, home)
     stats = torch.empty(3, N, T, device=home)
     numbers, shape = (float(_scale(H)), float(H**-0.5), T, N, G), (N // G, H, width)
-    with torch.cuda.device(home):
+    with on(home):
         rows = max(1, 1024 // LANES.value)
-        stats_kernel[(triton.cdiv(T * N, rows),)](do, o, m, l, stats, T, N, H, rows, num_warps=4, **device.ROWS)
-        dkv_kernel[(G, sequences, triton.cdiv(longest, for_kv.own))](
+        stats_kernel[(cdiv(T * N, rows),)](do, o, m, l, stats, T, N, H, rows, num_warps=4, **device.ROWS)
+        dkv_kernel[(G, sequences, cdiv(longest, for_kv.own))](
             _descriptor(q, for_kv.walk, width), _descriptor(do, for_kv.walk, width), q, k, v, do, stats, bounds, dk, dv,
             *numbers, *shape, for_kv.own, for_kv.walk, num_warps=for_kv.warps, num_stages=for_kv.stages,
             **device.STRICT,
         )  # fmt: skip
-        dq_kernel[(N, sequences, triton.cdiv(longest, for_q.own))](
+        dq_kernel[(N, sequences, cdiv(longest, for_q.own))](
             _descriptor(k, for_q.walk, width), _descriptor(v, for_q.walk, width), q, k, v, do, stats, bounds, dq,
             *numbers, *shape, for_q.own, for_q.walk, num_warps=for_q.warps, num_stages=for_q.stages,
             **device.STRICT,

@@ -8,6 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from minitransformer.ops.gpu.launch import quick
+
 ROWS = gl.constexpr(16)
 
 
@@ -45,6 +47,8 @@ def _tops(s, m, max_buf, tile_max, TILES: gl.constexpr, S_LAYOUT: gl.constexpr):
     return tops, m
 
 
+@quick
+@quick
 @gluon.jit
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, positions_ptr, key_rows_ptr, bounds_ptr, o_ptr, m_ptr, l_ptr, acc_ptr, scale, N, stride,

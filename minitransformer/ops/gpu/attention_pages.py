@@ -9,8 +9,11 @@ from torch import Tensor
 
 from minitransformer.ops.attention import KEY_TILE
 from minitransformer.ops.gpu import device
+from minitransformer.ops.gpu.launch import cdiv, quick
 
 
+@quick
+@quick
 @triton.jit
 def gather_kernel(
     k_ptr, v_ptr, k_out_ptr, v_out_ptr, key_rows_ptr, starts_ptr, positions_ptr, bounds_ptr, max_keys, stride,
@@ -33,12 +36,12 @@ def gather_kernel(
 
 def starts(kv_lens: tuple[int, ...]) -> list[int]:
     """Where each sequence's keys begin once gathered: every one ends with a whole tile."""
-    return [0, *accumulate(triton.cdiv(n, KEY_TILE) * KEY_TILE for n in kv_lens[:-1])]
+    return [0, *accumulate(cdiv(n, KEY_TILE) * KEY_TILE for n in kv_lens[:-1])]
 
 
 def gather(k: Tensor, v: Tensor, key_rows: Tensor, positions: Tensor, bounds: Tensor, starts: Tensor, kv_lens):
     """Keys and values out of their pages, position j of sequence s in row starts[s] + j."""
-    tiles = [triton.cdiv(n, KEY_TILE) for n in kv_lens]
+    tiles = [cdiv(n, KEY_TILE) for n in kv_lens]
     k_out, v_out = (torch.empty(sum(tiles) * KEY_TILE, *x.shape[1:], dtype=x.dtype, device=x.device) for x in (k, v))
     gather_kernel[(max(tiles), len(tiles))](
         k, v, k_out, v_out, key_rows, starts, positions, bounds, key_rows.shape[1], k.shape[1] * k.shape[2],

@@ -4,16 +4,15 @@ While one group exponentiates, the other's products keep the tensor core busy. A
 queries on their way while it writes the last one. attention_block.py says what a group does.
 """
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from minitransformer.ops.attention import KEY_TILE, SEGMENT, _scale
 from minitransformer.ops.gpu import device
 from minitransformer.ops.gpu.attention_block import HALF, attend_segment
+from minitransformer.ops.gpu.launch import Window, cdiv, quick
 
 
 @gluon.jit
@@ -145,6 +144,8 @@ def _consume(which, ring, sum_buf, tensors, sizes, kv_heads, tables, scale, N, c
         _store(acc, m, l, o_ptr, m_ptr, l_ptr, done, done_end, done_g, N, GROUP, WIDTH, S_LAYOUT, O_LAYOUT)
 
 
+@quick
+@quick
 @gluon.jit(do_not_specialize=["pairs", "blocks"])
 def prefill_kernel(
     q_ptr, k_desc, v_desc, positions_ptr, bounds_ptr, starts_ptr, o_ptr, m_ptr, l_ptr, scale, N, pairs, blocks,
@@ -184,9 +185,8 @@ def forward(
 ) -> None:  # fmt: skip
     """Fills o, m, l. Position j of sequence s lies in row starts[s] + j of k and v; bounds [S + 1] are those of q."""
     (_, N, H), G, sequences = q.shape, k.shape[1], len(bounds) - 1
-    layout = gl.NVMMASharedLayout.get_default_for([KEY_TILE, H], gl.bfloat16)
-    k_desc, v_desc = (TensorDescriptor.from_tensor(x.view(-1, G * H), [KEY_TILE, H], layout) for x in (k, v))
-    blocks, pairs = triton.cdiv(longest, HALF.value // (N // G) * 2), sequences * G
+    k_desc, v_desc = (Window(x.view(-1, G * H), (KEY_TILE, H), gluon=True) for x in (k, v))
+    blocks, pairs = cdiv(longest, HALF.value // (N // G) * 2), sequences * G
     programs = min(device.multiprocessors(q.device), blocks * pairs) if persistent else blocks * pairs
     prefill_kernel[(programs,)](
         q, k_desc, v_desc, positions, bounds, starts, *outputs, float(_scale(H)), N, pairs, blocks, N // G, SEGMENT,

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from minitransformer.ops.gpu.launch import quick
 from minitransformer.ops.gpu.tiles import to_bf16
 
 
@@ -48,6 +49,8 @@ def _fold(acc, m, l, acc_s, m_s, l_s):
     return acc * old[:, None] + acc_s * new[:, None], top, l * old + l_s * new
 
 
+@quick
+@quick
 @triton.jit
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, positions_ptr, key_rows_ptr, bounds_ptr, o_ptr, m_ptr, l_ptr, acc_ptr, scale, N, stride,
@@ -111,6 +114,8 @@ def attention_kernel(
     tl.store(l_ptr + line, l, mask=valid)
 
 
+@quick
+@quick
 @triton.jit
 def fold_kernel(
     m_s_ptr, l_s_ptr, acc_s_ptr, positions_ptr, o_ptr, m_ptr, l_ptr, N, lines,

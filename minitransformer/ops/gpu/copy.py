@@ -1,13 +1,15 @@
 """Row copies, the whole of several operators: y[i] = x[index[i]], or y[index[i]] = x[i]. No arithmetic."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from minitransformer.ops.gpu import device
+from minitransformer.ops.gpu.launch import cdiv, next_power_of_2, on, quick
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["count", "limit"])
 def copy_kernel(
     x_ptr, index_ptr, y_ptr, faults_ptr, count, limit, D: tl.constexpr, SCATTER: tl.constexpr, ROWS: tl.constexpr,
@@ -28,7 +30,7 @@ def copy_kernel(
 
 def tile(D: int) -> tuple[int, int]:
     """(rows, columns) of a program's tile of BF16."""
-    columns = min(1024, max(16, triton.next_power_of_2(D)))
+    columns = min(1024, max(16, next_power_of_2(D)))
     return max(1, 4096 // columns), columns
 
 
@@ -38,8 +40,8 @@ def copy(op: str, x: Tensor, index: Tensor, y: Tensor, limit: int, scatter: bool
     if count == 0 or D == 0:
         return
     rows, columns = tile(D)
-    with torch.cuda.device(y.device):
-        copy_kernel[(triton.cdiv(count, rows), triton.cdiv(D, columns))](
+    with on(y.device):
+        copy_kernel[(cdiv(count, rows), cdiv(D, columns))](
             x, index, y, device.faults(y.device), count, limit, D, scatter, rows, columns, device.slot(op),
             num_warps=4, **device.ROWS,
         )  # fmt: skip

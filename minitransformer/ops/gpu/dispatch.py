@@ -7,6 +7,7 @@ from torch import Tensor
 
 from minitransformer.ops.gpu import device
 from minitransformer.ops.gpu.copy import tile
+from minitransformer.ops.gpu.launch import cdiv, next_power_of_2, on, quick
 from minitransformer.ops.gpu.scalar import LANES, amax_of, lane_tree, magnitude
 from minitransformer.ops.gpu.tiles import to_bf16
 
@@ -18,6 +19,8 @@ def _ids(ids_ptr, r, R, E):
     return tl.where(r < R, tl.minimum(tl.maximum(ids, 0), E - 1), E).to(tl.int32)
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["R", "E"])
 def count_kernel(ids_ptr, counts_ptr, R, E, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
     """Program b counts the experts of its BLOCK slots: counts [blocks, EXPERTS]."""
@@ -26,6 +29,8 @@ def count_kernel(ids_ptr, counts_ptr, R, E, BLOCK: tl.constexpr, EXPERTS: tl.con
     tl.store(counts_ptr + b * EXPERTS + tl.arange(0, EXPERTS), counts)
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["R", "E", "blocks"])
 def place_kernel(
     ids_ptr, counts_ptr, order_ptr, rows_ptr, bounds_ptr, faults_ptr, R, E, blocks,
@@ -58,6 +63,8 @@ def place_kernel(
     tl.store(rows_ptr + slot, place.to(tl.int64), mask=expert < E)
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["R", "E"])
 def few_kernel(
     ids_ptr, order_ptr, rows_ptr, bounds_ptr, faults_ptr, R, E, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -78,6 +85,8 @@ def few_kernel(
     tl.store(rows_ptr + r, place.to(tl.int64), mask=ids == e)
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["T"])
 def spread_kernel(
     x_ptr, rows_ptr, y_ptr, amax_ptr, T, D: tl.constexpr, K: tl.constexpr, AMAX: tl.constexpr, ROWS: tl.constexpr,
@@ -101,6 +110,8 @@ def spread_kernel(
             tl.store(amax_ptr + row, amax_of(top), mask=t < T)
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["T"])
 def combine_kernel(
     y_ptr, rows_ptr, weights_ptr, out_ptr, T, D: tl.constexpr, K: tl.constexpr, WEIGHTED: tl.constexpr,
@@ -121,6 +132,8 @@ def combine_kernel(
     tl.store(out_ptr + t[:, None] * D + d, to_bf16(acc), mask=inside)
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["R"])
 def weigh_backward_kernel(
     dy_ptr, y_ptr, rows_ptr, weights_ptr, dyr_ptr, dw_ptr, R, D: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr
@@ -152,14 +165,14 @@ def plan(expert_ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
         return order, rows, torch.zeros(E + 1, dtype=torch.int64, device=home)
     bounds = torch.empty(E + 1, dtype=torch.int64, device=home)
     out, where = (order, rows, bounds, device.faults(home)), device.slot("dispatch.plan")
-    with torch.cuda.device(home):
+    with on(home):
         if R <= 1024:
-            block = max(128, triton.next_power_of_2(R))
+            block = max(128, next_power_of_2(R))
             few_kernel[(E,)](ids, *out, R, E, slots, block, where, num_warps=4, **device.ROWS)
             return order, rows, bounds
         # A small block sorts fast; each reads the counts of all.
         block, warps = (256, 4) if R <= 1 << 15 else (1024, 8)
-        blocks, experts = triton.cdiv(R, block), max(32, triton.next_power_of_2(E))
+        blocks, experts = cdiv(R, block), max(32, next_power_of_2(E))
         counts = torch.empty(blocks, experts, dtype=torch.int32, device=home)
         count_kernel[(blocks,)](ids, counts, R, E, block, experts, num_warps=4, **device.ROWS)
         place_kernel[(blocks,)](
@@ -177,8 +190,8 @@ def _spread(op: str, x_TD: Tensor, plan, with_amax: bool) -> tuple[Tensor, Tenso
     if out.numel():
         columns = tile(D)[1]
         block = max(1, 1024 // columns)
-        grid = triton.cdiv(T, block), 1 if with_amax else triton.cdiv(D, columns)
-        with torch.cuda.device(home):
+        grid = cdiv(T, block), 1 if with_amax else cdiv(D, columns)
+        with on(home):
             spread_kernel[grid](x, rows, out, amax, T, D, K, with_amax, block, columns, num_warps=4, **device.ROWS)
     return out, amax
 
@@ -201,8 +214,8 @@ def combine(y_RD: Tensor, plan, weights_TK: Tensor | None = None) -> Tensor:
     if out.numel():
         block, columns = tile(D)
         block = max(1, block // 2) if T >= 1024 else 1
-        with torch.cuda.device(home):
-            combine_kernel[(triton.cdiv(T, block), triton.cdiv(D, columns))](
+        with on(home):
+            combine_kernel[(cdiv(T, block), cdiv(D, columns))](
                 y, rows, weights, out, T, D, K, weights_TK is not None, block, columns, num_warps=4, **device.ROWS
             )
     return out
@@ -215,8 +228,8 @@ def combine_weighted_backward(dy_TD: Tensor, y_RD: Tensor, plan, weights_TK: Ten
     (weights,) = device.take("dispatch.combine_weighted", home, torch.float32, weights_TK)
     dy_R, dw = torch.empty_like(y), torch.zeros_like(weights)
     if dy_R.numel():
-        with torch.cuda.device(home):
-            weigh_backward_kernel[(triton.cdiv(R, 4),)](
+        with on(home):
+            weigh_backward_kernel[(cdiv(R, 4),)](
                 dy, y, rows, weights, dy_R, dw, R, D, K, 4, num_warps=4, **device.ROWS
             )
     return dy_R, dw

@@ -7,9 +7,12 @@ from torch import Tensor
 
 from minitransformer.ops.gpu import device
 from minitransformer.ops.gpu.copy import copy
+from minitransformer.ops.gpu.launch import cdiv, next_power_of_2, on, quick
 from minitransformer.ops.gpu.tiles import to_bf16
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["T", "V"])
 def backward_kernel(dx_ptr, order_ptr, sorted_ptr, dw_ptr, T, V, D: tl.constexpr, COLUMNS: tl.constexpr):
     """Program i adds the tokens of one id, in ascending order, if the i'th sorted token is that id's first."""
@@ -43,9 +46,9 @@ def backward(dx_TD: Tensor, ids_T: Tensor, weight_shape: tuple[int, int]) -> Ten
     dw = torch.zeros(V, D, dtype=torch.bfloat16, device=home)
     ids, order = torch.sort(ids_T, stable=True)  # stable: the tokens of one id stay in ascending order
     if dx.numel():
-        columns = min(512, triton.next_power_of_2(D))
-        with torch.cuda.device(home):
-            backward_kernel[(dx.shape[0], triton.cdiv(D, columns))](
+        columns = min(512, next_power_of_2(D))
+        with on(home):
+            backward_kernel[(dx.shape[0], cdiv(D, columns))](
                 dx, order, ids, dw, dx.shape[0], V, D, columns, num_warps=4, **device.ROWS
             )
     return dw

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from minitransformer.ops.dispatch import Plan
 from minitransformer.ops.gpu import choice, device, library, pingpong
+from minitransformer.ops.gpu.launch import cdiv, next_power_of_2, on, quick
 from minitransformer.ops.gpu.tiles import Tile, chain_tile, tile_of
 from minitransformer.tuning.table import Product
 
@@ -25,6 +26,8 @@ def _expert_of(tile, offsets_ptr, experts, TILE_M: tl.constexpr, PADDED: tl.cons
     return expert, tl.sum(tl.where(mine, begin, 0), 0) + (tile - before) * TILE_M, tl.sum(tl.where(mine, end, 0), 0)
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["tiles_m", "experts"])
 def grouped_kernel(
     x_ptr, w_ptr, y_ptr, offsets_ptr, weights_ptr, order_ptr, tiles_m, experts, N, K,
@@ -104,10 +107,10 @@ def forward(
         return y
     # Every expert may end with a tile that is not full; the programs past the last tile return at once.
     tiles_m = (R + min(E, R) * (tile.m - 1)) // tile.m
-    with torch.cuda.device(home):
-        grouped_kernel[(tiles_m * triton.cdiv(N, tile.n),)](
+    with on(home):
+        grouped_kernel[(tiles_m * cdiv(N, tile.n),)](
             x, w, y, bounds, scale, order, tiles_m, E, N, K,
-            tile.m, tile.n, tile.k, tile.swap, K % tile.k == 0, triton.next_power_of_2(E), weights_TK is not None, 4,
+            tile.m, tile.n, tile.k, tile.swap, K % tile.k == 0, next_power_of_2(E), weights_TK is not None, 4,
             num_warps=tile.warps, num_stages=tile.stages, **device.STRICT,
         )  # fmt: skip
     return y

@@ -8,11 +8,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minitransformer.ops.dispatch import Plan
 from minitransformer.ops.gpu import device
 from minitransformer.ops.gpu.grouped_linear import _expert_of
+from minitransformer.ops.gpu.launch import Window, cdiv, next_power_of_2, on, quick
 from minitransformer.ops.gpu.scalar import LANES, lane_tree
 from minitransformer.ops.gpu.tiles import Tile, rows_tile, tile_of, to_bf16
 
@@ -33,6 +33,8 @@ def _chain(
     return acc
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["tiles_m", "experts"])
 def dx_kernel(
     dy, w, dx_ptr, offsets_ptr, tiles_m, experts, N, K,
@@ -50,6 +52,8 @@ def dx_kernel(
     tl.store(dx_ptr + rows[:, None].to(tl.int64) * K + cols[None, :], to_bf16(acc), mask=inside)
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["tiles_m", "experts"])
 def weighted_dx_kernel(
     dy, w, x_ptr, weights_ptr, order_ptr, dx_ptr, dots_ptr, offsets_ptr, tiles_m, experts, N, K,
@@ -73,6 +77,8 @@ def weighted_dx_kernel(
     tl.store(dots_ptr + slot, lane_tree(lanes, TILE_M), mask=rows < end)
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["experts"])
 def dw_kernel(
     dy, x, dy_ptr, x_ptr, dw_ptr, offsets_ptr, experts, N, K,
@@ -98,6 +104,8 @@ def dw_kernel(
     tl.store(dw_ptr + at, to_bf16(acc), mask=(rows < N)[:, None] & (cols < K)[None, :])
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["R"])
 def scale_kernel(y_ptr, weights_ptr, order_ptr, out_ptr, R, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """out[r, n] = bf16(fl(y[r, n] * w[r]))."""
@@ -138,10 +146,10 @@ def _dx(dy, w, bounds, R, tile: Tile | None):
     (E, N, K), copied = w.shape, tile is not None
     tile = tile or PLAIN
     dx, tiles = torch.empty(R, K, dtype=torch.bfloat16, device=w.device), _tiles(R, E, tile.m)
-    left = TensorDescriptor.from_tensor(dy, [tile.m, tile.k]) if copied else dy
-    right = TensorDescriptor.from_tensor(w, [1, tile.k, tile.n]) if copied else w
-    dx_kernel[(tiles * triton.cdiv(K, tile.n),)](
-        left, right, dx, bounds, tiles, E, N, K, tile.m, tile.n, tile.k, triton.next_power_of_2(E), copied,
+    left = Window(dy, (tile.m, tile.k)) if copied else dy
+    right = Window(w, (1, tile.k, tile.n)) if copied else w
+    dx_kernel[(tiles * cdiv(K, tile.n),)](
+        left, right, dx, bounds, tiles, E, N, K, tile.m, tile.n, tile.k, next_power_of_2(E), copied,
         num_warps=tile.warps, num_stages=tile.stages, **device.STRICT,
     )  # fmt: skip
     return dx
@@ -151,11 +159,11 @@ def _weighted_dx(dy, x, w, weights, order, bounds, R, tile: Tile | None):
     (E, N, K), copied = w.shape, tile is not None
     tile = tile or PLAIN
     dx, dots = torch.empty(R, K, dtype=torch.bfloat16, device=w.device), torch.empty_like(weights)
-    left = TensorDescriptor.from_tensor(dy, [tile.m, tile.k]) if copied else dy
-    right = TensorDescriptor.from_tensor(w, [1, tile.k, LANES.value]) if copied else w
+    left = Window(dy, (tile.m, tile.k)) if copied else dy
+    right = Window(w, (1, tile.k, LANES.value)) if copied else w
     tiles = _tiles(R, E, tile.m)
     weighted_dx_kernel[(tiles,)](
-        left, right, x, weights, order, dx, dots, bounds, tiles, E, N, K, tile.m, tile.k, triton.next_power_of_2(E),
+        left, right, x, weights, order, dx, dots, bounds, tiles, E, N, K, tile.m, tile.k, next_power_of_2(E),
         copied, num_warps=tile.warps, num_stages=tile.stages, **device.STRICT,
     )  # fmt: skip
     return dx, dots
@@ -166,8 +174,8 @@ def _dw(dy, x, w, bounds, tile: Tile | None):
     tile, dw = tile or PLAIN, torch.empty_like(w)
     descs = (dy, x)
     if copied:
-        descs = (TensorDescriptor.from_tensor(t, [tile.k, s]) for t, s in ((dy, tile.m), (x, tile.n)))
-    dw_kernel[(triton.cdiv(N, tile.m) * triton.cdiv(K, tile.n), E)](
+        descs = (Window(t, (tile.k, s)) for t, s in ((dy, tile.m), (x, tile.n)))
+    dw_kernel[(cdiv(N, tile.m) * cdiv(K, tile.n), E)](
         *descs, dy, x, dw, bounds, E, N, K, tile.m, tile.n, tile.k, copied,
         num_warps=tile.warps, num_stages=tile.stages, **device.STRICT,
     )  # fmt: skip
@@ -189,15 +197,15 @@ def backward(
         return torch.zeros_like(x), torch.zeros_like(w) if need_dw else None, dots
     copied = N % 8 == 0 and K % 8 == 0
     for_dx, for_weighted, for_dw = (tiles or choose(R, E)) if copied else (None, None, None)
-    with torch.cuda.device(home):
+    with on(home):
         if weights is None:
             dx, dots, scaled = _dx(dy, w, bounds, R, for_dx), None, dy
         else:
             dx, dots = _weighted_dx(dy, x, w, weights, order, bounds, R, for_weighted)
             scaled = torch.empty_like(dy) if need_dw else dy
         if weights is not None and need_dw:
-            columns = min(1024, triton.next_power_of_2(N))
-            grid = (triton.cdiv(R, 4096 // columns), triton.cdiv(N, columns))
+            columns = min(1024, next_power_of_2(N))
+            grid = (cdiv(R, 4096 // columns), cdiv(N, columns))
             scale_kernel[grid](
                 dy, weights, order, scaled, R, N, 4096 // columns, columns, num_warps=4, **device.ROWS
             )

@@ -4,9 +4,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minitransformer.ops.gpu import choice, device, library, pingpong
+from minitransformer.ops.gpu.launch import Window, cdiv, on, quick
 from minitransformer.ops.gpu.tiles import Tile, chain_tile, tile_of
 from minitransformer.tuning.table import Product
 
@@ -24,6 +24,8 @@ def _store(y_ptr, acc, rows, cols, M, N, SWAP: tl.constexpr):
         tl.store(y_ptr + at, acc, mask=inside)
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["M"])
 def linear_kernel(
     x_ptr, w_ptr, y_ptr, M, N, K,
@@ -38,6 +40,8 @@ def linear_kernel(
     _store(y_ptr, acc, rows, cols, M, N, SWAP)
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["M"])
 def linear_tma_kernel(
     x_desc, w_desc, y_ptr, M, N, K,
@@ -146,12 +150,11 @@ def forward(
     if tile.pingpong:
         pingpong.product(x, w, y, tile)
         return y
-    count = triton.cdiv(M, tile.m) * triton.cdiv(N, tile.n)
+    count = cdiv(M, tile.m) * cdiv(N, tile.n)
     options = {"num_warps": tile.warps, "num_stages": tile.stages, **device.STRICT}
-    with torch.cuda.device(home):
+    with on(home):
         if tile.tma:
-            x_desc = TensorDescriptor.from_tensor(x, [tile.m, tile.k])
-            w_desc = TensorDescriptor.from_tensor(w, [tile.n, tile.k])
+            x_desc, w_desc = Window(x, (tile.m, tile.k)), Window(w, (tile.n, tile.k))
             linear_tma_kernel[(min(programs, count),)](
                 x_desc, w_desc, y, M, N, K, tile.m, tile.n, tile.k, programs, **options
             )

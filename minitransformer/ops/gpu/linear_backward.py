@@ -7,12 +7,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minitransformer.ops.gpu import device
+from minitransformer.ops.gpu.launch import Window, cdiv, on, quick
 from minitransformer.ops.gpu.tiles import Tile, rows_tile, tile_of, to_bf16
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["M", "DEPTH"])
 def product_kernel(
     a, b, y_ptr, M, N, DEPTH, a_stride, b_stride,
@@ -64,12 +66,12 @@ def product(a: Tensor, b: Tensor, turned: bool, tile: Tile | None = None) -> Ten
     programs = device.multiprocessors(a.device)
     copied = a.shape[1] % 8 == 0 and N % 8 == 0
     tile = (tile or choose(M, N, programs)) if copied else PLAIN
-    count = min(programs, triton.cdiv(M, tile.m) * triton.cdiv(N, tile.n))
+    count = min(programs, cdiv(M, tile.m) * cdiv(N, tile.n))
     left, right = a, b
     if copied:
-        left = TensorDescriptor.from_tensor(a, [tile.k, tile.m] if turned else [tile.m, tile.k])
-        right = TensorDescriptor.from_tensor(b, [tile.k, tile.n])
-    with torch.cuda.device(a.device):
+        left = Window(a, (tile.k, tile.m) if turned else (tile.m, tile.k))
+        right = Window(b, (tile.k, tile.n))
+    with on(a.device):
         product_kernel[(count,)](
             left, right, y, M, N, depth, a.shape[1], N, tile.m, tile.n, tile.k, count, turned, copied,
             num_warps=tile.warps, num_stages=tile.stages, **device.STRICT,

@@ -10,9 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from minitransformer.ops.gpu import device
+from minitransformer.ops.gpu.launch import cdiv, next_power_of_2, on, quick
 from minitransformer.ops.gpu.scalar import LANES, LOG2E, div, exp2_32, lane_tree, log_32
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["V"])
 def max_kernel(logits_ptr, tops_ptr, V, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     """Program (block, row): the largest of BLOCK logits, tops FP32 [T, blocks]. A NaN is passed over."""
@@ -46,6 +49,8 @@ def _lane_sums(row, temperature, m, V, UNROLL: tl.constexpr, UNIT: tl.constexpr)
     return lanes
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["V", "blocks"])
 def sum_kernel(
     logits_ptr, ids_ptr, temperatures_ptr, tops_ptr, out_ptr, max_sum_ptr, faults_ptr, V, blocks,
@@ -73,6 +78,8 @@ def sum_kernel(
             tl.atomic_min(faults_ptr + SLOT, t, sem="relaxed")
 
 
+@quick
+@quick
 @triton.jit
 def backward_kernel(dout_ptr, logits_ptr, ids_ptr, max_sum_ptr, dlogits_ptr, temperature, V, WIDE: tl.constexpr):
     t = tl.program_id(0)
@@ -94,9 +101,9 @@ def of_rows(
     """forward for contiguous operands and a temperature a row, FP32 [T]. tops: maxima of blocks of the logits."""
     home, (T, V) = logits.device, logits.shape
     out, max_sum = torch.empty(T, device=home), torch.empty(T, 2, device=home)
-    with torch.cuda.device(home):
+    with on(home):
         if tops is None:
-            tops = torch.empty(T, triton.cdiv(V, BLOCK), device=home)
+            tops = torch.empty(T, cdiv(V, BLOCK), device=home)
             # Rows lie on the second axis of the grid, which ends at 65,535.
             for begin in range(0, T, 65535):
                 some = slice(begin, begin + 65535)
@@ -104,7 +111,7 @@ def of_rows(
                 max_kernel[grid](logits[some], tops[some], V, BLOCK, WIDE, num_warps=4, **device.ROWS)
         sum_kernel[(T,)](
             logits, ids, temperatures, tops, out, max_sum, device.faults(home), V, tops.shape[1],
-            triton.next_power_of_2(tops.shape[1]), UNROLL, where, num_warps=4, **device.ROWS,
+            next_power_of_2(tops.shape[1]), UNROLL, where, num_warps=4, **device.ROWS,
         )  # fmt: skip
     return out, max_sum
 
@@ -128,8 +135,8 @@ def backward(dout_T: Tensor, logits_TV: Tensor, ids_T: Tensor, temperature: floa
     (ids,) = device.take("logprob", home, torch.int64, ids_T)
     dlogits = torch.empty_like(logits)
     if dlogits.numel():
-        with torch.cuda.device(home):
-            backward_kernel[(T, triton.cdiv(V, 1024))](
+        with on(home):
+            backward_kernel[(T, cdiv(V, 1024))](
                 dout, logits, ids, max_sum, dlogits, float(temperature), V, 1024, num_warps=4, **device.ROWS
             )
     return dlogits

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from minitransformer.ops import mxfp8
 from minitransformer.ops.gpu import device
+from minitransformer.ops.gpu.launch import cdiv, on, quick
 from minitransformer.ops.gpu.nvfp4 import bits_of, e4m3_bits, e4m3_value, float_of, rows_of, tile
 from minitransformer.ops.gpu.tiles import to_bf16
 
@@ -18,6 +19,8 @@ def decoded(code, field):
     return to_bf16(e4m3_value(code) * tl.where(field == 255, float("nan"), power))
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["rows"])
 def quantize_kernel(
     x_ptr, order_ptr, codes_ptr, scales_ptr, decoded_ptr, faults_ptr, rows,
@@ -44,6 +47,8 @@ def quantize_kernel(
     tl.atomic_min(faults_ptr + SLOT + tl.zeros_like(name), name, mask=bad, sem="relaxed")
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["blocks"])
 def decode_kernel(codes_ptr, scales_ptr, out_ptr, blocks, BLOCKS: tl.constexpr):
     """codes [blocks, 32] and scales [blocks] -> BF16 [blocks, 32]."""
@@ -65,8 +70,8 @@ def quantize(
     if rows.numel():
         columns, count = tile(K, mxfp8.BLOCK, rows.shape[0])
         order, slots = (codes, 0) if plan is None else (plan.order_R, plan.rows_TK.shape[1])
-        with torch.cuda.device(home):
-            quantize_kernel[(triton.cdiv(rows.shape[0], count), triton.cdiv(K, columns))](
+        with on(home):
+            quantize_kernel[(cdiv(rows.shape[0], count), cdiv(K, columns))](
                 rows, order, codes, scales, out if decode else codes, device.faults(home),
                 rows.shape[0], K, columns, count, slots, decode, device.slot(fault), num_warps=4, **device.ROWS,
             )  # fmt: skip
@@ -79,8 +84,8 @@ def decode(codes: Tensor, scales: Tensor) -> Tensor:
     codes, scales = device.take("mxfp8.decode", home, torch.uint8, codes, scales)
     out = torch.empty(codes.shape, dtype=torch.bfloat16, device=home)
     if out.numel():
-        with torch.cuda.device(home):
-            decode_kernel[(triton.cdiv(scales.numel(), 128),)](
+        with on(home):
+            decode_kernel[(cdiv(scales.numel(), 128),)](
                 codes, scales, out, scales.numel(), 128, num_warps=4, **device.ROWS
             )
     return out

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from minitransformer.ops import nvfp4
 from minitransformer.ops.gpu import device
+from minitransformer.ops.gpu.launch import cdiv, next_power_of_2, on, quick
 from minitransformer.ops.gpu.scalar import div
 
 _TOP, _FLT_MAX = tl.constexpr(float(nvfp4._TOP)), tl.constexpr(float(nvfp4.FLT_MAX))
@@ -90,6 +91,8 @@ def store_quantised(
         tl.store(decoded_ptr + at, bits.to(tl.bfloat16, bitcast=True), mask=inside[:, :, None])
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["rows", "group"])
 def quantize_kernel(
     x_ptr, amax_ptr, order_ptr, codes_ptr, scales_ptr, outer_ptr, decoded_ptr, faults_ptr, rows, group,
@@ -118,6 +121,8 @@ def quantize_kernel(
     tl.atomic_min(faults_ptr + SMALL_SLOT + tl.zeros_like(name), name, mask=small, sem="relaxed")
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["blocks"])
 def decode_kernel(codes_ptr, scales_ptr, out_ptr, blocks, BLOCKS: tl.constexpr):
     """codes [blocks, 8] and scales [blocks] -> BF16 [blocks, 16]."""
@@ -133,6 +138,8 @@ def decode_kernel(codes_ptr, scales_ptr, out_ptr, blocks, BLOCKS: tl.constexpr):
     tl.store(out_ptr + at, bits.to(tl.bfloat16, bitcast=True), mask=inside)
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["rows"])
 def amax_kernel(x_ptr, out_ptr, rows, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """x [rows, K] -> FP32 [rows]; the integer order of magnitudes puts NaN above infinity."""
@@ -147,7 +154,7 @@ def amax_kernel(x_ptr, out_ptr, rows, K, ROWS: tl.constexpr, COLUMNS: tl.constex
 
 def tile(K: int, block: int, rows: int) -> tuple[int, int]:
     """(columns, rows) of a program of quantize_kernel; moves no bit."""
-    columns = max(block, min(2048, triton.next_power_of_2(K)))
+    columns = max(block, min(2048, next_power_of_2(K)))
     return columns, max(1, (4096 if rows >= 4096 else 2048) // columns)
 
 
@@ -164,8 +171,8 @@ def row_amax(x: Tensor) -> Tensor:
     rows = rows_of("nvfp4.row_amax", x)
     out = torch.empty(rows.shape[0], device=x.device)
     if out.numel():
-        with torch.cuda.device(x.device):
-            amax_kernel[(triton.cdiv(rows.shape[0], 4),)](
+        with on(x.device):
+            amax_kernel[(cdiv(rows.shape[0], 4),)](
                 rows, out, rows.shape[0], rows.shape[1], 4, 512, num_warps=4, **device.ROWS
             )
     return out.view(x.shape[:-1])
@@ -186,8 +193,8 @@ def quantize(
         return codes, scales, torch.from_numpy(nvfp4.outer_scales(amax.cpu().numpy())[1]).to(home), decoded
     outer, (columns, count) = torch.empty_like(amax), tile(K, nvfp4.BLOCK, rows.shape[0])
     order, slots = (amax, 0) if plan is None else (plan.order_R, plan.rows_TK.shape[1])
-    with torch.cuda.device(home):
-        quantize_kernel[(triton.cdiv(rows.shape[0], count), triton.cdiv(K, columns))](
+    with on(home):
+        quantize_kernel[(cdiv(rows.shape[0], count), cdiv(K, columns))](
             rows, amax, order, codes, scales, outer, decoded if decode else codes, device.faults(home),
             rows.shape[0], group, K, columns, count, slots, decode, device.slot(fault), device.slot("nvfp4.amax"),
             num_warps=4, **device.ROWS,
@@ -201,8 +208,8 @@ def decode(codes: Tensor, scales: Tensor) -> Tensor:
     codes, scales = device.take("nvfp4.decode", home, torch.uint8, codes, scales)
     out = torch.empty(*codes.shape[:-1], codes.shape[-1] * 2, dtype=torch.bfloat16, device=home)
     if out.numel():
-        with torch.cuda.device(home):
-            decode_kernel[(triton.cdiv(scales.numel(), 256),)](
+        with on(home):
+            decode_kernel[(cdiv(scales.numel(), 256),)](
                 codes, scales, out, scales.numel(), 256, num_warps=4, **device.ROWS
             )
     return out

@@ -11,9 +11,9 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from minitransformer.ops.gpu import device
+from minitransformer.ops.gpu.launch import Window, cdiv, next_power_of_2, on, quick
 from minitransformer.ops.gpu.tiles import Tile
 
 # Of each thread at the launch: 12 warps share the register file; the consumers then take what the loading warp leaves.
@@ -118,6 +118,8 @@ def _consume(
         gl.store(y_ptr + at, acc.to(y_ptr.dtype.element_ty), mask=inside)  # BF16: a NaN is 0x7fff, the hardware's
 
 
+@quick
+@quick
 @gluon.jit(do_not_specialize=["tiles_m", "M"])
 def pingpong_kernel(
     x_desc, w_desc, y_ptr, schedule_ptr, weights_ptr, order_ptr, tiles_m, M, N, K,
@@ -154,6 +156,8 @@ def pingpong_kernel(
     )
 
 
+@quick
+@quick
 @triton.jit
 def schedule_kernel(offsets_ptr, schedule_ptr, experts, bound, TILE_M: tl.constexpr, PADDED: tl.constexpr):
     """Program e writes expert e's tiles of rows after those of the experts before it; the last cell says how many."""
@@ -172,16 +176,15 @@ def schedule_kernel(offsets_ptr, schedule_ptr, experts, bound, TILE_M: tl.conste
         tl.store(cell + 2, end)
 
 
-def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
-    return TensorDescriptor.from_tensor(x, [rows, columns], layout)
+def _descriptor(x: Tensor, rows: int, columns: int) -> Window:
+    return Window(x, (rows, columns), gluon=True)
 
 
 def _launch(x, w, y, tile: Tile, tiles_m: int, most: int, turned=False, deep=False, experts=(), weights=None) -> None:
     """experts: (schedule, order) where the product is grouped."""
     (M, N), K = y.shape, x.shape[0 if turned else 1]
     schedule, order = experts or (y, y)
-    with torch.cuda.device(y.device):
+    with on(y.device):
         pingpong_kernel[(min(device.multiprocessors(y.device), most),)](
             _descriptor(x, *((tile.k, tile.m) if turned else (tile.m, tile.k))),
             _descriptor(w, *((tile.k, tile.n) if deep else (tile.n, tile.k))),
@@ -196,8 +199,8 @@ def product(x: Tensor, w: Tensor, y: Tensor, tile: Tile, turned: bool = False, d
 
     Contiguous BF16 on one Hopper GPU, rows of x and w at multiples of 16 bytes, which the copy engine wants.
     """
-    tiles_m = triton.cdiv(y.shape[0], tile.m)
-    _launch(x, w, y, tile, tiles_m, tiles_m * triton.cdiv(y.shape[1], tile.n), turned, deep)
+    tiles_m = cdiv(y.shape[0], tile.m)
+    _launch(x, w, y, tile, tiles_m, tiles_m * cdiv(y.shape[1], tile.n), turned, deep)
 
 
 def grouped(
@@ -214,7 +217,7 @@ def grouped(
         raise ValueError(f"pingpong.grouped: K = {x.shape[1]} is no multiple of the tile's depth {tile.k}")
     bound = (R + min(E, R) * (tile.m - 1)) // tile.m  # every expert may end with a tile that is not full
     schedule = torch.empty(bound + 1, 3, dtype=torch.int32, device=x.device)
-    with torch.cuda.device(x.device):
-        schedule_kernel[(E,)](bounds, schedule, E, bound, tile.m, triton.next_power_of_2(E), num_warps=4)
-    most = bound * triton.cdiv(y.shape[1], tile.n)
+    with on(x.device):
+        schedule_kernel[(E,)](bounds, schedule, E, bound, tile.m, next_power_of_2(E), num_warps=4)
+    most = bound * cdiv(y.shape[1], tile.n)
     _launch(x, w.view(-1, w.shape[2]), y, tile, bound, most, False, deep, (schedule, order), weights)

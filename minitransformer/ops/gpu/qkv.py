@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minitransformer.ops.gpu import device
+from minitransformer.ops.gpu.launch import cdiv, on, quick
 from minitransformer.ops.gpu.scalar import _add, _halve, div
 from minitransformer.ops.gpu.tiles import to_bf16
 
@@ -31,6 +32,8 @@ def _tree(x, ROWS: tl.constexpr, HALF: tl.constexpr):
     return tl.reduce(x, 1, _add)
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["lines", "P", "R"])
 def qkv_kernel(
     qkv_ptr, q_weight_ptr, k_weight_ptr, positions_ptr, table_ptr, store_rows_ptr, q_ptr, k_ptr, v_ptr, faults_ptr,
@@ -92,8 +95,8 @@ def forward(
     q = torch.empty(T, N, H, dtype=torch.bfloat16, device=home)
     if qkv.numel():
         block = max(1, 512 // (H // 2))
-        with torch.cuda.device(home):
-            qkv_kernel[(triton.cdiv(T * heads, block),)](
+        with on(home):
+            qkv_kernel[(cdiv(T * heads, block),)](
                 qkv, qw, kw, positions, table, rows, q, *caches, device.faults(home), eps, T * heads, table.shape[0],
                 R, N, G, H // 2, block, device.slot("rope"), device.slot("kv_store"), num_warps=4, **device.ROWS,
             )  # fmt: skip

@@ -16,6 +16,7 @@ from torch import Tensor
 from minitransformer.ops.dispatch import Plan
 from minitransformer.ops.gpu import cuda, device
 from minitransformer.ops.gpu.grouped_linear import _expert_of
+from minitransformer.ops.gpu.launch import cdiv, next_power_of_2, on, quick
 from minitransformer.ops.gpu.pack import UNIT_COLUMNS, UNIT_ROWS
 from minitransformer.ops.gpu.tiles import Tile, chain_tile, tile_of, to_bf16
 
@@ -43,6 +44,8 @@ class Packed(NamedTuple):
         return -(-K // UNIT_COLUMNS) % self.depth == 0 and self.shared(K) <= 227 << 10
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["tiles_m", "experts"])
 def scaled_kernel(
     x_ptr, w_ptr, y_ptr, offsets_ptr, row_scale_ptr, weight_scale_ptr, tiles_m, experts, N, K,
@@ -74,6 +77,8 @@ def scaled_kernel(
         tl.store(y_ptr + at, acc, mask=inside)
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["rows"])
 def refuse_kernel(amax_ptr, order_ptr, faults_ptr, rows, SLOTS: tl.constexpr, SLOT: tl.constexpr):
     """Leaves the first token whose row is not finite."""
@@ -130,9 +135,9 @@ def unpack(packed: Tensor, N: int, K: int) -> Tensor:
     (packed,) = device.take("quantised_linear", home, torch.int32, packed)
     w, units = torch.empty(E, N, K, dtype=torch.bfloat16, device=home), packed[..., 0].numel()
     if w.numel():
-        with torch.cuda.device(home):
+        with on(home):
             function = cuda.kernel(home, SOURCE, "unpack", Packed(1, 4, 1, 1).defines(True, True))
-            cuda.launch(function, triton.cdiv(units, 8), 256, 0, (packed, w, units, N, K))
+            cuda.launch(function, cdiv(units, 8), 256, 0, (packed, w, units, N, K))
     return w
 
 
@@ -145,10 +150,10 @@ def decoded_product(
     (bounds,) = device.take("quantised_linear", home, torch.int64, plan.bounds_E1)
     y, tile = torch.empty(R, N, dtype=out_dtype, device=home), tile or choose(R, E)
     tiles_m = (R + min(E, R) * (tile.m - 1)) // tile.m
-    with torch.cuda.device(home):
-        scaled_kernel[(tiles_m * triton.cdiv(N, tile.n),)](
+    with on(home):
+        scaled_kernel[(tiles_m * cdiv(N, tile.n),)](
             x, w, y, bounds, scale_EN if scale_R is None else scale_R, scale_EN, tiles_m, E, N, K,
-            tile.m, tile.n, tile.k, tile.swap, K % tile.k == 0, triton.next_power_of_2(E), scale_R is not None, 4,
+            tile.m, tile.n, tile.k, tile.swap, K % tile.k == 0, next_power_of_2(E), scale_R is not None, 4,
             num_warps=tile.warps, num_stages=tile.stages, **device.STRICT,
         )  # fmt: skip
     return y
@@ -164,8 +169,8 @@ def packed_product(
     y = torch.empty(R, N, dtype=out_dtype, device=home)
     rows, shared = 8 * schedule.groups, schedule.shared(K)
     groups = (R + min(E, R) * (rows - 1)) // rows  # a bound: every expert may end with a group that is not full
-    blocks = triton.cdiv(triton.cdiv(N, UNIT_ROWS), schedule.tiles * schedule.warps)
-    with torch.cuda.device(home):
+    blocks = cdiv(cdiv(N, UNIT_ROWS), schedule.tiles * schedule.warps)
+    with on(home):
         defines = schedule.defines(scale_R is None, out_dtype == torch.float32)
         function = cuda.kernel(home, SOURCE, "product", defines, shared)
         arguments = (packed, x, scale_R, scale_EN, bounds, y, E, N, K)
@@ -197,8 +202,8 @@ def forward(x_RK, scale_R, weight, scale_EN, plan: Plan, out_dtype: torch.dtype)
 def refuse_non_finite(amax_R: Tensor, plan: Plan, fault: str) -> None:
     """Leaves the first token whose row of amax is not finite in the slot of `fault`."""
     if amax_R.numel():
-        with torch.cuda.device(amax_R.device):
-            refuse_kernel[(triton.cdiv(amax_R.numel(), 256),)](
+        with on(amax_R.device):
+            refuse_kernel[(cdiv(amax_R.numel(), 256),)](
                 amax_R, plan.order_R, device.faults(amax_R.device), amax_R.numel(), plan.rows_TK.shape[1],
                 device.slot(fault), num_warps=4, **device.ROWS,
             )  # fmt: skip

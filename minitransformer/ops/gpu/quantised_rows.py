@@ -12,6 +12,7 @@ from torch import Tensor
 from minitransformer.ops import dispatch
 from minitransformer.ops import swiglu as swiglu_op
 from minitransformer.ops.gpu import device
+from minitransformer.ops.gpu.launch import cdiv, next_power_of_2, on, quick
 from minitransformer.ops.gpu.nvfp4 import bits_of, float_of, outer_of, quantised, store_quantised
 from minitransformer.ops.gpu.scalar import silu_32
 from minitransformer.ops.gpu.tiles import to_bf16
@@ -20,6 +21,8 @@ from minitransformer.ops.nvfp4 import BLOCK, Nvfp4
 LONGEST = 8192  # a row is in the registers of one program
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["rows"])
 def rows_kernel(
     x_ptr, order_ptr, y_ptr, codes_ptr, scales_ptr, outer_ptr, decoded_ptr, faults_ptr, rows,
@@ -59,11 +62,11 @@ def _launch(x: Tensor, plan, K: int, gather: bool) -> tuple[Tensor, ...]:
     codes, scales = (torch.empty(R, K // n, dtype=torch.uint8, device=home) for n in (2, BLOCK))
     outer = torch.empty(R, device=home)
     if y.numel():
-        columns = triton.next_power_of_2(K)
+        columns = next_power_of_2(K)
         count = max(1, 2048 // columns)
         where = device.slot("experts.gate_up" if gather else "experts.down")
-        with torch.cuda.device(home):
-            rows_kernel[(triton.cdiv(R, count),)](
+        with on(home):
+            rows_kernel[(cdiv(R, count),)](
                 x, order, y, codes, scales, outer, decoded, device.faults(home), R,
                 K, columns, count, plan.rows_TK.shape[1], gather, where, num_warps=4, **device.ROWS,
             )  # fmt: skip

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minitransformer.ops.gpu import device
+from minitransformer.ops.gpu.launch import cdiv, next_power_of_2, on, quick
 from minitransformer.ops.gpu.scalar import LANES, div, lane_tree
 from minitransformer.ops.gpu.tiles import to_bf16
 
@@ -44,6 +45,8 @@ def _inverse(x_ptr, residual_ptr, row, valid, eps, D: tl.constexpr, ROWS: tl.con
     return _inverse_of(lanes, eps, D, ROWS)
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["T"])
 def forward_kernel(
     x_ptr, residual_ptr, w_ptr, y_ptr, new_ptr, eps, T,
@@ -71,6 +74,8 @@ def forward_kernel(
             tl.store(new_ptr + at, to_bf16(v), mask=inside)
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["T"])
 def dx_kernel(
     dy_ptr, dr_ptr, x_ptr, residual_ptr, w_ptr, dx_ptr, inverse_ptr, eps, T,
@@ -100,6 +105,8 @@ def dx_kernel(
         tl.store(dx_ptr + at, to_bf16(dv), mask=inside)
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["T"])
 def lanes_kernel(
     dy_ptr, x_ptr, residual_ptr, inverse_ptr, lanes_ptr, T,
@@ -119,6 +126,8 @@ def lanes_kernel(
     tl.store(lanes_ptr + lane * D + d[None, :], lanes, mask=(d < D)[None, :])
 
 
+@quick
+@quick
 @triton.jit
 def dw_kernel(lanes_ptr, dw_ptr, D: tl.constexpr, COLUMNS: tl.constexpr):
     """The halving tree over the lanes of each column."""
@@ -140,7 +149,7 @@ def rows_of(T: int, D: int) -> int:
 
 def lanes_of(D: int) -> tuple[int, int, int]:
     """(lanes, columns, steps at a time) of a program of dW: rows of at least 128 bytes, 128 programs or more."""
-    columns = min(128, max(64, triton.next_power_of_2(D)))
+    columns = min(128, max(64, next_power_of_2(D)))
     return _floor_power(max(1, min(8, D // 256))), columns, 8 if D <= 256 else 4
 
 
@@ -163,8 +172,8 @@ def forward(x: Tensor, residual: Tensor | None, weight_D: Tensor, eps: float) ->
     T = y.numel() // max(1, D)
     if T:
         block, keep = schedule_of(T, D)
-        with torch.cuda.device(home):
-            forward_kernel[(triton.cdiv(T, block),)](
+        with on(home):
+            forward_kernel[(cdiv(T, block),)](
                 rows, old, w, y, y if new is None else new, eps, T, D, block, residual is not None, keep,
                 num_warps=4, **device.ROWS,
             )  # fmt: skip
@@ -181,16 +190,16 @@ def backward(dy, dr, x, residual, weight_D, eps, need_dw=True) -> tuple[Tensor, 
     if T:
         # More than 8 short rows spill: Triton spreads the layout of `inverse`, a whole row a thread, over everything.
         block, inverse = rows_of(T, 512), torch.empty(T, dtype=torch.float32, device=home)
-        with torch.cuda.device(home):
-            dx_kernel[(triton.cdiv(T, block),)](
+        with on(home):
+            dx_kernel[(cdiv(T, block),)](
                 dy, dr, x, old, w, dx, inverse, eps, T, D, block, with_residual, num_warps=4, **device.ROWS
             )
             if need_dw:
                 own, columns, steps = lanes_of(D)
                 lanes = torch.empty(LANES.value, D, device=home)
-                lanes_kernel[(LANES.value // own, triton.cdiv(D, columns))](
+                lanes_kernel[(LANES.value // own, cdiv(D, columns))](
                     dy, x, old, inverse, lanes, T, D, own, columns, steps, with_residual,
                     num_warps=warps_of(own, columns), **device.ROWS,
                 )  # fmt: skip
-                dw_kernel[(triton.cdiv(D, 16),)](lanes, dw, D, 16, num_warps=4, **device.ROWS)
+                dw_kernel[(cdiv(D, 16),)](lanes, dw, D, 16, num_warps=4, **device.ROWS)
     return dx, dw if need_dw else None

@@ -6,9 +6,12 @@ import triton.language as tl
 from torch import Tensor
 
 from minitransformer.ops.gpu import device
+from minitransformer.ops.gpu.launch import cdiv, next_power_of_2, on, quick
 from minitransformer.ops.gpu.tiles import to_bf16
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["lines", "P"])
 def rope_kernel(
     x_ptr, positions_ptr, table_ptr, out_ptr, faults_ptr, sign, lines, P, N: tl.constexpr, HALF: tl.constexpr,
@@ -36,11 +39,11 @@ def rotate(x_TNH: Tensor, positions_T: Tensor, table_PH: Tensor, sign: float = 1
     (x,) = device.take("rope", home, torch.bfloat16, x_TNH)
     (positions,) = device.take("rope", home, torch.int64, positions_T)
     (table,) = device.take("rope", home, torch.float32, table_PH)
-    out, width = torch.empty_like(x), triton.next_power_of_2(H // 2)
+    out, width = torch.empty_like(x), next_power_of_2(H // 2)
     if out.numel():
         rows = max(1, 2048 // width)
-        with torch.cuda.device(home):
-            rope_kernel[(triton.cdiv(T * N, rows),)](
+        with on(home):
+            rope_kernel[(cdiv(T * N, rows),)](
                 x, positions, table, out, device.faults(home), float(sign), T * N, table.shape[0], N, H // 2, width,
                 rows, device.slot("rope"), num_warps=4, **device.ROWS,
             )  # fmt: skip

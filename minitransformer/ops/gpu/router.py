@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minitransformer.ops.gpu import device
+from minitransformer.ops.gpu.launch import cdiv, next_power_of_2, on, quick
 from minitransformer.ops.gpu.scalar import LANES, LOG2E, div, exp2_32, lane_tree
 from minitransformer.ops.gpu.tiles import to_bf16
 
@@ -30,6 +31,8 @@ def _max_and_sum(logits_ptr, row, valid, E: tl.constexpr, ROWS: tl.constexpr):
     return top, lane_tree(lanes, ROWS)[:, None], tl.max(odd, 1) == 0
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["T"])
 def router_kernel(
     logits_ptr, weights_ptr, ids_ptr, faults_ptr, T, E: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr,
@@ -64,6 +67,8 @@ def router_kernel(
     tl.store(ids_ptr + t * K + k, ids.to(tl.int64), mask=valid & (k < K))
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["T"])
 def backward_kernel(
     dw_ptr, logits_ptr, weights_ptr, ids_ptr, out_ptr, T, E: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr,
@@ -102,10 +107,10 @@ def forward(logits_TE: Tensor, top_k: int, norm_topk_prob: bool) -> tuple[Tensor
     weights = torch.empty(T, top_k, dtype=torch.float32, device=home)
     ids = torch.empty(T, top_k, dtype=torch.int64, device=home)
     if T:
-        with torch.cuda.device(home):
-            router_kernel[(triton.cdiv(T, ROWS),)](
-                logits, weights, ids, device.faults(home), T, E, top_k, norm_topk_prob, triton.next_power_of_2(E),
-                triton.next_power_of_2(top_k), ROWS, device.slot("router"), num_warps=4, **device.ROWS,
+        with on(home):
+            router_kernel[(cdiv(T, ROWS),)](
+                logits, weights, ids, device.faults(home), T, E, top_k, norm_topk_prob, next_power_of_2(E),
+                next_power_of_2(top_k), ROWS, device.slot("router"), num_warps=4, **device.ROWS,
             )  # fmt: skip
     return weights, ids
 
@@ -117,8 +122,8 @@ def backward(dw_TK: Tensor, logits_TE: Tensor, norm_topk_prob: bool, weights_TK:
     (ids,) = device.take("router", home, torch.int64, ids_TK)
     out = torch.empty_like(logits)
     if T:
-        with torch.cuda.device(home):
-            backward_kernel[(triton.cdiv(T, ROWS),)](
+        with on(home):
+            backward_kernel[(cdiv(T, ROWS),)](
                 dw, logits, weights, ids, out, T, E, ids.shape[1], norm_topk_prob, ROWS, num_warps=4, **device.ROWS
             )
     return out

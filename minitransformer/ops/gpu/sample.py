@@ -15,6 +15,7 @@ from minitransformer.errors import InputError
 from minitransformer.ops import rounding
 from minitransformer.ops import sample as spec
 from minitransformer.ops.gpu import device, logprob
+from minitransformer.ops.gpu.launch import cdiv, next_power_of_2, on, quick
 from minitransformer.ops.gpu.scalar import LOG2E, div, exp2_32
 
 _C0, _C1, _C2, _M1, _M2 = (tl.constexpr(int(c)) for c in (spec._C0, spec._C1, spec._C2, spec._M1, spec._M2))
@@ -72,6 +73,7 @@ def _key(x, v):
     return ((-1 - _order(x).to(tl.int64)) << 32) | v.to(tl.int64)
 
 
+@quick
 @triton.jit(do_not_specialize=["V"])
 def best_kernel(
     logits_ptr, seeds_ptr, positions_ptr, temperatures_ptr, last_ptr, score_ptr, id_ptr, top_ptr, V,
@@ -104,6 +106,7 @@ def best_kernel(
     tl.store(top_ptr + at, tl.max(tl.where(x == x, x, float("inf")), 0))
 
 
+@quick
 @triton.jit(do_not_specialize=["blocks"])
 def pick_kernel(
     score_ptr, id_ptr, top_ptr, temperatures_ptr, out_ptr, faults_ptr, blocks, PADDED: tl.constexpr, SLOT: tl.constexpr
@@ -128,6 +131,7 @@ def pick_kernel(
             tl.atomic_min(faults_ptr + SLOT, row, sem="relaxed")
 
 
+@quick
 @triton.jit(do_not_specialize=["V"])
 def keys_kernel(logits_ptr, temperatures_ptr, tops_ptr, keys_ptr, mass_ptr, V, BLOCK: tl.constexpr):
     """Program (block, row): keys and integer masses, int64 [L, V]; tops [L]: the rows' largest logits."""
@@ -170,7 +174,7 @@ def _last_kept(logits_LV: Tensor, t_L: Tensor, draws: Sequence[Draw]) -> Tensor:
     """int64 [L]: the largest key that top_k and top_p keep of each row."""
     L, V = logits_LV.shape
     keys, mass = (torch.empty(L, V, dtype=torch.int64, device=logits_LV.device) for _ in range(2))
-    keys_kernel[(triton.cdiv(V, BLOCK), L)](logits_LV, t_L, logits_LV.amax(1), keys, mass, V, BLOCK, **device.ROWS)
+    keys_kernel[(cdiv(V, BLOCK), L)](logits_LV, t_L, logits_LV.amax(1), keys, mass, V, BLOCK, **device.ROWS)
     keys = torch.sort(keys).values
     most = _on(logits_LV, [min(d.top_k or V, V) for d in draws], torch.int64)[:, None]
     share = _on(logits_LV, [d.top_p for d in draws], torch.float64)[:, None]
@@ -203,11 +207,11 @@ def choose(
     cut: the rows of which top_k or top_p leave out ids. where: as SLOT.
     """
     (L, V), home = logits_LV.shape, logits_LV.device
-    blocks = triton.cdiv(V, BLOCK)
+    blocks = cdiv(V, BLOCK)
     kinds = torch.float64, torch.int32, torch.float32
     score, id_, top = (torch.empty(L, blocks, dtype=kind, device=home) for kind in kinds)
     out, last, t = torch.empty(L, dtype=torch.int64, device=home), rows.seeds, rows.temperatures
-    with torch.cuda.device(home):
+    with on(home):
         if cut:
             last = torch.full((L,), _ALL, dtype=torch.int64, device=home)
         for begin in range(0, len(cut), CUT_ROWS):
@@ -218,7 +222,7 @@ def choose(
             logits_LV, rows.seeds, rows.positions, t, last, score, id_, top, V, BLOCK, bool(cut), **device.ROWS
         )
         pick_kernel[(L,)](
-            score, id_, top, t, out, device.faults(home), blocks, triton.next_power_of_2(blocks), where, **device.ROWS
+            score, id_, top, t, out, device.faults(home), blocks, next_power_of_2(blocks), where, **device.ROWS
         )
     return out, top
 

@@ -6,9 +6,12 @@ import triton.language as tl
 from torch import Tensor
 
 from minitransformer.ops.gpu import device
+from minitransformer.ops.gpu.launch import on, quick
 from minitransformer.ops.gpu.scalar import LANES, lane_tree
 
 
+@quick
+@quick
 @triton.jit
 def squares_kernel(pointers_ptr, sizes_ptr, out_ptr, UNROLL: tl.constexpr):
     """Program i: FP32 tensor i, sizes int64 elements -> out FP64. Squares of FP32 are exact in FP64."""
@@ -33,6 +36,6 @@ def sums_of_squares(tensors: list[Tensor]) -> list[float]:
     tensors = device.take("sum_of_squares", home, torch.float32, *tensors)
     facts = torch.tensor([[t.data_ptr() for t in tensors], [t.numel() for t in tensors]], dtype=torch.int64).to(home)
     out = torch.empty(len(tensors), dtype=torch.float64, device=home)
-    with torch.cuda.device(home):
+    with on(home):
         squares_kernel[(len(tensors),)](facts[0], facts[1], out, 32, num_warps=4, **device.ROWS)
     return out.tolist()

@@ -6,10 +6,13 @@ import triton.language as tl
 from torch import Tensor
 
 from minitransformer.ops.gpu import device
+from minitransformer.ops.gpu.launch import cdiv, on, quick
 from minitransformer.ops.gpu.scalar import amax_of, magnitude, sigmoid_32, silu_32
 from minitransformer.ops.gpu.tiles import to_bf16
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["R"])
 def swiglu_kernel(x_ptr, out_ptr, R, F, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """x [R, 2F], out [R, F] BF16; one tile a program."""
@@ -21,6 +24,8 @@ def swiglu_kernel(x_ptr, out_ptr, R, F, ROWS: tl.constexpr, COLUMNS: tl.constexp
     tl.store(out_ptr + r * F + f, to_bf16(silu_32(gate) * up), mask=inside)
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["R"])
 def amax_kernel(x_ptr, out_ptr, amax_ptr, R, F, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """x [R, 2F] FP32, out [R, F] BF16, amax [R] FP32; whole rows a program."""
@@ -37,6 +42,8 @@ def amax_kernel(x_ptr, out_ptr, amax_ptr, R, F, ROWS: tl.constexpr, COLUMNS: tl.
     tl.store(amax_ptr + row, amax_of(top), mask=row < R)
 
 
+@quick
+@quick
 @triton.jit(do_not_specialize=["R"])
 def backward_kernel(dh_ptr, x_ptr, dx_ptr, R, F, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """dh [R, F] BF16, x [R, 2F] BF16 or FP32, dx [R, 2F] BF16."""
@@ -66,9 +73,9 @@ def forward(gate_up_R2F: Tensor) -> Tensor:
     (x,) = device.take("swiglu", home, torch.bfloat16, gate_up_R2F)
     out = torch.empty(R, F, dtype=torch.bfloat16, device=home)
     if out.numel():
-        with torch.cuda.device(home):
+        with on(home):
             block = rows_of(R, 8)
-            grid = triton.cdiv(R, block), triton.cdiv(F, COLUMNS)
+            grid = cdiv(R, block), cdiv(F, COLUMNS)
             swiglu_kernel[grid](x, out, R, F, block, COLUMNS, num_warps=4, **device.ROWS)
     return out
 
@@ -78,9 +85,9 @@ def forward_amax(gate_up_R2F: Tensor) -> tuple[Tensor, Tensor]:
     (x,) = device.take("swiglu_amax", home, torch.float32, gate_up_R2F)
     out, amax = torch.empty(R, F, dtype=torch.bfloat16, device=home), torch.zeros(R, device=home)
     if out.numel():
-        with torch.cuda.device(home):
+        with on(home):
             block = rows_of(R, 4)
-            amax_kernel[(triton.cdiv(R, block),)](x, out, amax, R, F, block, COLUMNS, num_warps=4, **device.ROWS)
+            amax_kernel[(cdiv(R, block),)](x, out, amax, R, F, block, COLUMNS, num_warps=4, **device.ROWS)
     return out, amax
 
 
@@ -90,7 +97,7 @@ def backward(dh_RF: Tensor, gate_up_R2F: Tensor) -> Tensor:
     (x,) = device.take("swiglu", home, gate_up_R2F.dtype, gate_up_R2F)
     dx = torch.empty(R, 2 * F, dtype=torch.bfloat16, device=home)
     if dx.numel():
-        with torch.cuda.device(home):
-            grid = triton.cdiv(R, 8), triton.cdiv(F, COLUMNS)
+        with on(home):
+            grid = cdiv(R, 8), cdiv(F, COLUMNS)
             backward_kernel[grid](dh, x, dx, R, F, 8, COLUMNS, num_warps=4, **device.ROWS)
     return dx

@@ -1,0 +1,141 @@
+"""The short way of a launch (ops/gpu/launch.py) runs the code that Triton would run, with the same arguments."""
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed: nothing to launch")
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.runtime.jit import JITFunction
+
+from alignment_tests.gpu import fake_driver
+from minitransformer.ops.gpu import launch
+
+pytestmark = pytest.mark.skipif(triton.__version__ not in launch.VERSIONS, reason="this Triton has no short way")
+
+
+def copy(x_ptr, y_ptr, n, shift, factor, FLAG: tl.constexpr, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    x = tl.load(x_ptr + i * shift, mask=i < n, other=0.0)
+    tl.store(y_ptr + i, x * factor if FLAG else x, mask=i < n)
+
+
+def windows(x_desc, y_desc, y_ptr, n, ROWS: tl.constexpr):
+    tl.store(y_ptr + tl.arange(0, ROWS)[:, None] * 64 + tl.arange(0, 64)[None, :], x_desc.load([n, 0]))
+    y_desc.store([n, 0], x_desc.load([0, 0]))
+
+
+@pytest.fixture
+def driver():
+    with fake_driver.installed() as fake:
+        yield fake
+
+
+def calls() -> list[tuple[tuple, dict]]:
+    """Arguments that differ from the first ones in one thing that decides the code, or in none."""
+    x, y = torch.zeros(256), torch.zeros(256)
+    first = (x, y, 48, 64, 2.0, True, 128)
+    others = [
+        {}, {2: 80}, {4: 3.0},  # the same code
+        {0: x[1:]}, {1: y[2:]}, {0: x[4:]}, {0: x.bfloat16()}, {1: y.half()}, {0: torch.nn.Parameter(x)},
+        {2: 1}, {2: 47}, {3: 1}, {3: 3}, {3: 0}, {2: 1 << 40}, {2: -16}, {2: True}, {3: False}, {4: 2},
+        {5: False}, {5: 1}, {5: 0}, {6: 64}, {1: None},
+    ]  # fmt: skip
+    found = [(tuple(change.get(i, value) for i, value in enumerate(first)), {"num_warps": 4}) for change in others]
+    return [*found, (first, {"num_warps": 8}), (first, {"num_warps": 4, "enable_fp_fusion": False})]
+
+
+def launched(driver, kernel, args, options) -> tuple:
+    """The code and its arguments, or what was refused."""
+    driver.launches.clear()
+    try:
+        kernel[(3, 2)](*args, **options)
+    except Exception as error:
+        return ("refused", type(error).__name__)
+    [found] = driver.launches
+    return found
+
+
+def differences(driver, short: JITFunction) -> list[int]:
+    """The calls that Triton's own way launches otherwise; each is made twice, so that its key is known."""
+    own, wrong = JITFunction(copy), []
+    for _ in range(2):
+        for i, (args, options) in enumerate(calls()):
+            if launched(driver, short, args, options) != launched(driver, own, args, options):
+                wrong.append(i)
+    return wrong
+
+
+def test_the_short_way_launches_what_triton_would(driver):
+    kernel = launch.quick(triton.jit(copy))
+    assert differences(driver, kernel) == []
+    before, kernel.run.triton_run = kernel.run.triton_run, None  # to call it would fail
+    for args, options in calls()[:12]:
+        kernel[(1,)](*args, **options)
+    kernel.run.triton_run = before
+
+
+# What a key says of an argument or an option, without one thing.
+FORGETFUL = {
+    "alignment": lambda e: e[:2] if isinstance(e, tuple) and len(e) == 3 else e,
+    "dtype": lambda e: e[1:] if isinstance(e, tuple) and len(e) == 3 else e,
+    "integers that are 1": lambda e: 0 if type(e) is int and e == 1 else e,
+    "multiples of 16": lambda e: 0 if type(e) is int and e == 16 else e,
+    "constants": lambda e: e[0] if isinstance(e, tuple) and e[0] in (int, bool) else e,
+    "options": lambda e: e[0] if isinstance(e, tuple) and isinstance(e[0], str) else e,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("forgets", FORGETFUL)
+def test_a_key_that_forgets_is_seen(driver, monkeypatch, forgets):
+    kernel, honest, weaker = launch.quick(triton.jit(copy)), launch.Quick.key_of, FORGETFUL[forgets]
+
+    def key_of(self, gpu, args, options):
+        key, values = honest(self, gpu, args, options)
+        return (key if key is None else tuple(map(weaker, key))), values
+
+    monkeypatch.setattr(launch.Quick, "key_of", key_of)
+    assert differences(driver, kernel)
+
+
+def test_true_and_1_are_two_constants():
+    kernel = launch.quick(triton.jit(copy))
+    x = torch.zeros(256)
+    keys = {kernel.run.key_of(0, (x, x, 48, 64, 2.0, flag, 128), {})[0] for flag in (True, 1, False, 0)}
+    assert len(keys) == 4
+
+
+def test_windows_are_the_maps_that_triton_makes_and_made_once(driver):
+    kernel, own = launch.quick(triton.jit(windows)), JITFunction(windows)
+    x, y = torch.zeros(512, 64, dtype=torch.bfloat16), torch.zeros(512, 64, dtype=torch.bfloat16)
+    for rows, operands in [(64, (x, y)), (64, (y, x)), (32, (x, y)), (64, (x[128:], y)), (64, (x, y))]:
+        short = tuple(launch.Window(tensor, (rows, 64)) for tensor in operands)
+        want = launched(driver, own, (*(w.descriptor() for w in short), y, 16, rows), {})
+        for _ in range(2):
+            assert launched(driver, kernel, (*short, y, 16, rows), {}) == want
+    before = driver.maps
+    kernel[(1,)](launch.Window(x, (64, 64)), launch.Window(y, (64, 64)), y, 16, 64)
+    assert driver.maps == before
+
+
+def test_who_watches_launches_sees_all_of_them(driver):
+    kernel, seen = launch.quick(triton.jit(copy)), []
+    args, options = calls()[0]
+    for _ in range(2):
+        kernel[(1,)](*args, **options)
+    knobs.runtime.launch_enter_hook.add(seen.append)
+    try:
+        triton_run, kernel.run.triton_run = kernel.run.triton_run, lambda *a, **k: seen.append("Triton")
+        kernel[(1,)](*args, **options)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(seen.append)
+        kernel.run.triton_run = triton_run
+    assert seen == ["Triton"]
+
+
+@pytest.mark.parametrize(("n", "by"), [(0, 4), (1, 4), (4, 4), (5, 4), (10**6 + 1, 128)])
+def test_integers_are_tritons(n, by):
+    assert launch.cdiv(n, by) == triton.cdiv(n, by)
+    assert launch.next_power_of_2(n) == triton.next_power_of_2(n)
