@@ -1,45 +1,60 @@
-"""On an H200: the laws with our Triton kernels inside SGLang, and output tokens a second beside stock SGLang.
+"""On an H200: the laws with our Triton kernels inside SGLang, output tokens a second beside stock SGLang, and syncs.
 
-  python3 -m alignment_tests.plugin.h200 checkpoints DIR      makes DIR/tiny and DIR/wide (widths of Qwen3-30B-A3B)
-  python3 -m alignment_tests.plugin.h200 laws DIR             the law table on DIR/tiny, learner in this process
-  python3 -m alignment_tests.plugin.h200 speed DIR            ours, and SGLang's own model in the same run
+  python3 -m alignment_tests.plugin.h200 make DIR tiny demo wide    checkpoints of random weights (wide: --layers)
+  python3 -m alignment_tests.plugin.h200 keep DIR ENGINE ... &      starts engines all at once; ends them at DIR/stop
+  python3 -m alignment_tests.plugin.h200 laws DIR ENGINE ...        the law table, the learner in this process
+  python3 -m alignment_tests.plugin.h200 speed DIR ENGINE ...       one engine after the other, the rest idle
+  python3 -m alignment_tests.plugin.h200 sync DIR ENGINE ...        new weights by each route, and the old ones again
 
+ENGINE is CHECKPOINT-KIND or CHECKPOINT-KIND-graphs, such as tiny-bf16 or wide-nvfp4-graphs. KIND is bf16, nvfp4 (from
+the BF16 checkpoint), packed (from NVFP4 made of it: make tiny.packed), stock or deterministic (SGLang's own model).
 docs/sglang.md says how SGLang gets onto such a machine. --cpu runs all of it on the CPU, to try the script.
 """
 
 import argparse
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
+from threading import Thread
 
 import torch
 
 from alignment_tests.plugin import laws
+from minitransformer.learner.learner import Learner
 from minitransformer.models.qwen3_moe.config import Qwen3MoeConfig
 from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
+from minitransformer.models.qwen3_moe.quantise import quantise
 from minitransformer.plugins.sglang.client import Client
 from minitransformer.plugins.sglang.launch import Server
+from minitransformer.plugins.sglang.sync import ROUTES, sync
+from minitransformer.recipe import get
 
 TINY = dict(vocab_size=1024, hidden_size=256, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=64,
             intermediate_size=512, expert_size=128, num_experts=8, top_k=2)  # fmt: skip
-WIDE = dict(vocab_size=151936, hidden_size=2048, num_heads=32, num_kv_heads=4, head_dim=128, intermediate_size=6144,
-            expert_size=768, num_experts=128, top_k=8)  # fmt: skip
-DETERMINISTIC = ["--enable-deterministic-inference", "--attention-backend", "triton", "--sampling-backend", "pytorch",
-                 "--moe-runner-backend", "triton"]  # fmt: skip
-FAST = ["--sampling-backend", "pytorch", "--attention-backend", "triton"]
-GRAPHS = ["--cuda-graph-backend-decode", "full", "--cuda-graph-max-bs-decode", "256"]
+DEMO = dict(vocab_size=49152, hidden_size=576, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64,
+            intermediate_size=1536, expert_size=1536, num_experts=4, top_k=2, tie_word_embeddings=True)  # fmt: skip
+WIDE = dict(vocab_size=151936, hidden_size=2048, num_layers=4, num_heads=32, num_kv_heads=4, head_dim=128,
+            intermediate_size=6144, expert_size=768, num_experts=128, top_k=8)  # fmt: skip
+SIZES = {"tiny": TINY, "demo": DEMO, "wide": WIDE}
+COMMON = ["--random-seed", "1", "--mem-fraction-static", "0.8", "--sleep-on-idle", "--context-length", "2048"]
+EXPERTS = ["--enable-return-routed-experts", "--decode-log-interval", "1"]
 RECIPE = ["--json-model-override-args", '{"minitransformer_recipe": "nvfp4_per_token"}']
+STOCK = ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--moe-runner-backend", "triton",
+         "--cuda-graph-backend-prefill", "disabled"]  # fmt: skip
+KINDS = {"bf16": [], "packed": [], "nvfp4": RECIPE, "stock": STOCK,
+         "deterministic": [*STOCK, "--enable-deterministic-inference"]}  # fmt: skip
 
 
 def checkpoint(directory: Path, sizes: dict, seed: int = 0) -> None:
     """Random weights of the size 1 / sqrt(fan-in)."""
     config = Qwen3MoeConfig(
-        **sizes, norm_topk_prob=True, sparse_layers=(True,) * sizes["num_layers"], rms_eps=1e-6, rope_theta=1e6,
-        max_positions=4096, tie_word_embeddings=False,
+        norm_topk_prob=True, sparse_layers=(True,) * sizes["num_layers"], rms_eps=1e-6, rope_theta=1e6,
+        max_positions=4096, **{"tie_word_embeddings": False} | sizes,
     )  # fmt: skip
-    model = Qwen3MoeForCausalLM(config)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = Qwen3MoeForCausalLM(config)
     rng = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -48,101 +63,192 @@ def checkpoint(directory: Path, sizes: dict, seed: int = 0) -> None:
     model.save_pretrained(directory)
 
 
-def serve(args: argparse.Namespace, name: str, arguments: list[str], stock: bool = False) -> Server:
-    began = time.monotonic()
-    server = Server(
-        args.directory / name, ["--random-seed", "1", "--mem-fraction-static", "0.5", *arguments],
-        cpu=args.cpu, stock=stock, timeout=args.timeout,
-    )  # fmt: skip
-    who = "stock" if stock else "ours"
-    print(f"engine up in {time.monotonic() - began:.1f} s: {who} {' '.join(arguments)}", flush=True)
-    server.client = Client(server.url)
-    return server
+def arguments(args: argparse.Namespace, name: str) -> tuple[str, list[str], bool]:
+    """An engine's name -> (checkpoint, its arguments, whether it is stock)."""
+    size, kind, *graphs = name.split("-")
+    stock = kind in ("stock", "deterministic")
+    more = [*COMMON, "--max-total-tokens", str(args.tokens), "--max-running-requests", str(max(args.batches))]
+    more += KINDS[kind]
+    if graphs and not args.cpu:
+        more += ["--cuda-graph-backend-decode", "full", "--cuda-graph-bs-decode", *map(str, args.batches)]
+    elif stock:
+        more += ["--cuda-graph-backend-decode", "disabled"]
+    size += ".packed" if kind == "packed" else ""
+    return size, more + (EXPERTS if args.experts and not stock else []), stock
 
 
-def table(args: argparse.Namespace) -> int:
-    """The law table of the tiny model, BF16 and NVFP4. -> how many elements differ in all."""
-    model = Qwen3MoeForCausalLM.from_pretrained(args.directory / "tiny")
-    model = model if args.cpu else model.to("cuda")
-    ids = laws.prompts((5, 1, 37, 64, 65, 90, 16, 200), TINY["vocab_size"])
-    crowd = laws.prompts([3 + 7 * i % 61 for i in range(32)], TINY["vocab_size"], 7)
-    found: list[laws.Count] = []
+def keep(args: argparse.Namespace) -> int:
+    """Each engine in a thread of its own, which must live as long as it (launch._end_with_parent)."""
+    stop = args.directory / "stop"
 
-    def row(name: str, count: laws.Count) -> None:
-        found.append(count)
-        print(f"{name:<58} {count}", flush=True)
+    def run(name: str) -> None:
+        size, more, stock = arguments(args, name)
+        began, url = time.monotonic(), args.directory / f"{name}.url"
+        try:
+            # A stub in flashinfer's place must not be taken for it: sgl_kernel has norms of its own.
+            absent = {"MT_ABSENT": "flashinfer.norm"}
+            with Server(args.directory / size, more, cpu=args.cpu, stock=stock, timeout=args.timeout,
+                        extra_environment=absent) as server:  # fmt: skip
+                print(f"{name}: up in {time.monotonic() - began:.1f} s; {' '.join(more)}; {server.log}", flush=True)
+                if not stock:
+                    assert "miniTransformer is live" in server.log.read_text("utf-8", "replace"), server.log
+                if args.warm:
+                    warm(args, Client(server.url))
+                    print(f"{name}: warm after {time.monotonic() - began:.1f} s", flush=True)
+                partial = url.with_suffix(".new")
+                partial.write_text(json.dumps({"url": server.url, "log": str(server.log)}))
+                partial.rename(url)
+                while not stop.exists() and server.process.poll() is None and time.monotonic() < began + args.lifetime:
+                    time.sleep(0.5)
+        except Exception as error:  # one engine that fails must not take the others along
+            print(f"{name}: {type(error).__name__}: {error}", flush=True)
+            url.write_text(json.dumps({"error": str(error)}))
 
-    graphs = GRAPHS if args.graphs else []
-    for kind, arguments in (("BF16", ["--enable-return-routed-experts", *graphs]), ("NVFP4", RECIPE + graphs)):
-        if kind not in args.kinds:
+    threads = [Thread(target=run, args=(name,)) for name in args.names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return 0
+
+
+def warm(args: argparse.Namespace, client: Client) -> None:
+    """Compiles what the measured batches will call."""
+    for batch in args.batches:
+        laws.run(client, laws.prompts([args.input] * batch, 1000, batch), 1.0, 4, first=-1)
+
+
+def connect(args: argparse.Namespace, name: str) -> tuple[Client, str]:
+    """A kept engine -> (its client, what its log says so far)."""
+    path, end = args.directory / f"{name}.url", time.monotonic() + args.timeout
+    while not path.exists():
+        if time.monotonic() > end:
+            raise TimeoutError(f"{name} is not up after {args.timeout:g} s; is it kept?")
+        time.sleep(0.5)
+    found = json.loads(path.read_text())
+    if "error" in found:
+        raise RuntimeError(found["error"])
+    return Client(found["url"]), Path(found["log"]).read_text("utf-8", "replace")
+
+
+def table(args: argparse.Namespace, name: str) -> int:
+    """The law table of one engine. -> how many elements differ in all."""
+    size, kind, *_ = name.split("-")
+    c, _ = connect(args, name)
+    model = Qwen3MoeForCausalLM.from_pretrained(args.directory / size, device="cpu" if args.cpu else "cuda")
+    model.set_recipe("bf16" if kind == "bf16" else "nvfp4_per_token")
+    assert c.identity()["fingerprint"] == model.spec.fingerprint()
+    ids = laws.prompts((5, 1, 37, 64, 65, 90, 16, 200), 1024)
+    crowd = laws.prompts([3 + 7 * i % 61 for i in range(32)], 1024, 7)
+    rows = {
+        "decode against rescoring": lambda: laws.decode_equals_rescoring(c, ids),
+        "greedy decode against rescoring": lambda: laws.decode_equals_rescoring(c, ids, 0.0),
+        "each token from a fresh prefill, 0.6": lambda: laws.decode_equals_fresh_prefill(c, ids[2:4], 0.6),
+        "learner against engine": lambda: laws.learner_equals_engine(model, c, ids),
+        "learner against engine, temperature 0.6": lambda: laws.learner_equals_engine(model, c, ids, 0.6),
+        "alone against a batch of 2": lambda: laws.alone_equals_batch(c, ids[2:4], 1.0, 8),
+        "alone against a batch of 8": lambda: laws.alone_equals_batch(c, ids, 1.0, 8),
+        "alone against a batch of 32": lambda: laws.alone_equals_batch(c, crowd, 0.6, 8),
+        "two runs": lambda: laws.two_runs(c, ids),
+        "radix hit of 100 tokens against none": lambda: laws.hit_equals_miss(c, ids[7][:100], ids[2], 100),
+        "our sampler against engine": lambda: laws.sampler_equals_engine(model, c, ids),
+        "expert ids": lambda: laws.experts_agree(model, c, ids),
+    }
+    differing = 0
+    for what, law in rows.items():
+        if what == "expert ids" and not args.experts:
             continue
-        if kind == "NVFP4":
-            model.set_recipe("nvfp4_per_token")
-        with serve(args, "tiny", arguments) as s:
-            assert s.client.identity()["fingerprint"] == model.spec.fingerprint()
-            c = s.client
-            row(f"{kind}: decode against rescoring", laws.decode_equals_rescoring(c, ids))
-            row(f"{kind}: greedy decode against rescoring", laws.decode_equals_rescoring(c, ids, 0.0))
-            row(f"{kind}: each token from a fresh prefill, 0.6", laws.decode_equals_fresh_prefill(c, ids[2:4], 0.6))
-            row(f"{kind}: alone against a batch of 8", laws.alone_equals_batch(c, ids, 1.0, 8))
-            row(f"{kind}: alone against a batch of 32", laws.alone_equals_batch(c, crowd, 0.6, 8))
-            row(f"{kind}: two runs", laws.two_runs(c, ids))
-            row(f"{kind}: radix hit of 100 tokens against none", laws.hit_equals_miss(c, ids[7][:100], ids[2], 100))
-            row(f"{kind}: learner against engine", laws.learner_equals_engine(model, c, ids))
-            row(f"{kind}: learner against engine, temperature 0.6", laws.learner_equals_engine(model, c, ids, 0.6))
-            if kind == "BF16":
-                row(f"{kind}: expert ids", laws.experts_agree(model, c, ids))
-                print("log:", [line for line in s.log.read_text().splitlines() if "is live" in line], flush=True)
-    return sum(count.differing for count in found)
+        began = time.monotonic()
+        found = law()
+        differing += found.differing
+        print(f"{name}: {what:<42} {found}  {time.monotonic() - began:.1f} s", flush=True)
+    steps = connect(args, name)[1]
+    live = next(line for line in steps.splitlines() if "is live" in line)
+    print(f"{name}: decode steps from graphs {steps.count('cuda graph: True')}; {live}", flush=True)
+    return differing
 
 
 def speed(args: argparse.Namespace) -> None:
-    """Output tokens a second, of engines one after the other: 1024 tokens in, 256 out, log-probs returned."""
-    results: dict[str, dict[int, float]] = {}
-    graphs = GRAPHS if args.graphs else []
-    engines = (("ours BF16", graphs, False), ("stock deterministic", DETERMINISTIC, True), ("stock", FAST, True),
-               ("ours NVFP4", RECIPE + graphs, False))  # fmt: skip
-    for name, arguments, stock in (engines[i] for i in args.engines):
-        try:
-            with serve(args, "wide", arguments, stock) as s:
-                results[name] = {}
-                for batch in args.batches:
-                    ids = laws.prompts([args.input] * batch, 1000, batch)
-                    laws.run(s.client, ids, 1.0, 8, first=-1)  # compiles
-                    begin = time.monotonic()
-                    outs = laws.run(s.client, ids, 1.0, args.output, first=-1)
-                    seconds = time.monotonic() - begin
-                    rate = results[name][batch] = sum(len(o.token_ids) for o in outs) / seconds
-                    print(f"{name}: batch {batch}: {rate:.0f} output tokens/s ({seconds:.2f} s)", flush=True)
-        except Exception as error:  # one engine that fails must not take the others' numbers along
-            print(f"{name}: {type(error).__name__}: {error}", flush=True)
+    """Output tokens a second of engines one after the other, log-probs returned. Decode: the tokens after the first."""
+    results: dict[str, dict[int, float]] = {name: {} for name in args.names}
+    print(f"{'engine':<24} {'batch':>5} {'seconds':>8} {'tokens/s':>9} {'first token s':>13} {'decode tokens/s':>15}")
+    for batch in args.batches:
+        for name in args.names:
+            try:
+                c, _ = connect(args, name)
+                ids = laws.prompts([args.input] * batch, 1000, batch)
+                whole, first = (min(seconds(c, ids, n) for _ in range(args.repeats)) for n in (args.output, 1))
+                rate = results[name][batch] = batch * args.output / whole
+                decode = batch * (args.output - 1) / max(whole - first, 1e-9)
+                print(f"{name:<24} {batch:>5} {whole:>8.3f} {rate:>9.0f} {first:>13.3f} {decode:>15.0f}", flush=True)
+            except Exception as error:  # one engine that fails must not take the others' numbers along
+                print(f"{name}: batch {batch}: {type(error).__name__}: {error}", flush=True)
     print(json.dumps(results))
-    ours, other = results.get("ours BF16", {}), results.get("stock deterministic", {})
-    print("ours / stock deterministic:", {b: round(ours[b] / other[b], 3) for b in ours.keys() & other.keys()})
+
+
+def seconds(client: Client, ids: laws.Ids, new_tokens: int) -> float:
+    client.flush_cache()
+    began = time.monotonic()
+    outs = client.generate(ids, laws.params(len(ids), 1.0, new_tokens), first=-1)
+    assert all(len(o.token_ids) == new_tokens for o in outs)
+    return time.monotonic() - began
+
+
+def transfers(args: argparse.Namespace) -> int:
+    """Syncs by each route: the weights that are there, which must change no output, then others. -> how many failed."""
+    wrong = 0
+    columns = ("engine", "route", "weights", "MiB", "quantise", "send", "load", "prove", "verdict")
+    print(" ".join(f"{c:>12}" for c in columns), flush=True)
+    for name in args.names:
+        c, _ = connect(args, name)
+        size, kind, *_ = name.split("-")
+        model = Qwen3MoeForCausalLM.from_pretrained(args.directory / size, device="cpu" if args.cpu else "cuda")
+        model.set_recipe("bf16" if kind == "bf16" else "nvfp4_per_token")
+        ids = laws.prompts((5, 37, 64, 200), 1024)
+        before = laws.run(c, ids)
+        for weights in ("equal", "other", "other"):
+            for route in ROUTES:
+                if weights == "other":
+                    with torch.no_grad():
+                        for parameter in model.parameters():
+                            parameter.neg_()
+                report = sync(Learner(model), c, route)
+                moved = laws.same(before, laws.run(c, ids)).differing if weights == "equal" else 0
+                wrong += not report.equal or moved > 0
+                parts = [f"{report.bytes / 2**20:.1f}", *(f"{x:.3f}" for x in report.seconds.values())]
+                verdict = f"{moved} outputs differ" if moved else report.verdict()
+                print(" ".join(f"{c:>12}" for c in (name, route, weights, *parts, verdict)), flush=True)
+    return wrong
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["checkpoints", "laws", "speed"])
-    parser.add_argument("directory", type=Path)
+    parser.add_argument("what", choices=["make", "keep", "laws", "speed", "sync"])
+    parser.add_argument("directory", type=Path, metavar="DIR")
+    parser.add_argument("names", nargs="+")
     parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--kinds", nargs="+", default=["BF16", "NVFP4"], help="number formats of the law table")
     parser.add_argument("--layers", type=int, default=4, help="of the wide checkpoint")
-    parser.add_argument("--engines", type=int, nargs="+", default=[0, 1], help="0 ours 1 deterministic 2 stock 3 NVFP4")
-    parser.add_argument("--graphs", action="store_true", help="our decode steps as CUDA graphs")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256], help="measured, captured, warmed up")
+    parser.add_argument("--tokens", type=int, default=330000, help="of an engine's pool of keys and values")
+    parser.add_argument("--experts", action="store_true", help="engines return the experts' ids")
+    parser.add_argument("--warm", action="store_true", help="an engine is up when the batches have run on it")
     parser.add_argument("--input", type=int, default=1024)
     parser.add_argument("--output", type=int, default=256)
-    parser.add_argument("--timeout", type=float, default=150)
+    parser.add_argument("--repeats", type=int, default=2, help="the fastest counts")
+    parser.add_argument("--timeout", type=float, default=300)
+    parser.add_argument("--lifetime", type=float, default=900, help="seconds until kept engines end by themselves")
     args = parser.parse_args()
-    if args.what == "checkpoints":
-        checkpoint(args.directory / "tiny", TINY)
-        if args.layers:
-            checkpoint(args.directory / "wide", WIDE | {"num_layers": args.layers})
+    if args.what == "make":
+        for name in args.names:
+            shutil.rmtree(args.directory / name, ignore_errors=True)
+            if name.endswith(".packed"):
+                quantise(args.directory / name.split(".")[0], args.directory / name, get("nvfp4_per_token"))
+            else:
+                checkpoint(args.directory / name, SIZES[name] | ({"num_layers": args.layers} if name == "wide" else {}))
     elif args.what == "laws":
-        return 1 if table(args) else 0
+        return 1 if sum([table(args, name) for name in args.names]) else 0
     else:
-        speed(args)
+        return {"keep": keep, "speed": speed, "sync": transfers}[args.what](args) or 0
     return 0
 
 
