@@ -47,6 +47,7 @@ from torch import Tensor
 
 from minitransformer.batch import Batch
 from minitransformer.ops import cpu, gpu
+from minitransformer.ops.autograd import apply
 from minitransformer.ops.jit import jit
 from minitransformer.ops.linear import round_bf16
 from minitransformer.ops.mma import (
@@ -289,4 +290,4 @@ def attention(q_TNH: Tensor, k_RGH: Tensor, v_RGH: Tensor, batch: Batch) -> Tens
             f"attention: q {tuple(q_TNH.shape)}, k {tuple(k_RGH.shape)}, v {tuple(v_RGH.shape)}: heads must be a "
             f"multiple of the key/value heads and the head size a multiple of {STEP}"
         )
-    return _Attention.apply(q_TNH, k_RGH, v_RGH, batch)
+    return apply(_Attention, q_TNH, k_RGH, v_RGH, batch)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from minitransformer.errors import InputError
 from minitransformer.ops import cpu, gpu
+from minitransformer.ops.autograd import apply
 from minitransformer.ops.jit import jit
 from minitransformer.ops.rounding import bf16_to_f32, f32_to_bf16, fma32, lane_sum
 
@@ -252,21 +253,21 @@ def gather(x_TD: Tensor, plan: Plan) -> Tensor:
         raise ValueError(f"dispatch.gather: x is {tuple(x_TD.shape)}, the plan has {plan.rows_TK.shape[0]} tokens")
     if x_TD.dtype != torch.bfloat16:
         raise TypeError(f"dispatch.gather: x is {x_TD.dtype}, expected BF16")
-    return _Gather.apply(x_TD, plan)
+    return apply(_Gather, x_TD, plan)
 
 
 def combine(y_RD: Tensor, plan: Plan) -> Tensor:
     """y [R, D] BF16 in dispatch order -> [T, D] BF16. ValueError on shapes, TypeError on dtypes."""
     if y_RD.dim() != 2 or y_RD.shape[0] != plan.num_rows:
         raise ValueError(f"dispatch.combine: y is {tuple(y_RD.shape)}, the plan has {plan.num_rows} rows")
-    return _Combine.apply(y_RD, plan)
+    return apply(_Combine, y_RD, plan)
 
 
 def gather_amax(x_TD: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     """x [T, D] BF16 -> (x_R [R, D] BF16 in dispatch order, row maxima FP32 [R] without a second pass). As gather."""
     if x_TD.dim() != 2 or x_TD.shape[0] != plan.rows_TK.shape[0]:
         raise ValueError(f"dispatch.gather_amax: x is {tuple(x_TD.shape)}, the plan has {plan.rows_TK.shape[0]} tokens")
-    return _GatherAmax.apply(x_TD, plan)
+    return apply(_GatherAmax, x_TD, plan)
 
 
 def combine_weighted(y_RD: Tensor, plan: Plan, weights_TK: Tensor) -> Tensor:
@@ -276,7 +277,7 @@ def combine_weighted(y_RD: Tensor, plan: Plan, weights_TK: Tensor) -> Tensor:
             f"dispatch.combine_weighted: y is {tuple(y_RD.shape)}, weights {tuple(weights_TK.shape)}; the plan has "
             f"{plan.num_rows} rows of {tuple(plan.rows_TK.shape)} slots"
         )
-    return _CombineWeighted.apply(y_RD, plan, weights_TK)
+    return apply(_CombineWeighted, y_RD, plan, weights_TK)
 
 
 def slots(y_R: Tensor, plan: Plan) -> Tensor:

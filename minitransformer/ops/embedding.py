@@ -11,6 +11,7 @@ from torch import Tensor
 
 from minitransformer.errors import InputError
 from minitransformer.ops import cpu, gpu
+from minitransformer.ops.autograd import apply
 from minitransformer.ops.jit import jit
 from minitransformer.ops.rounding import bf16_to_f32, f32_to_bf16
 
@@ -92,4 +93,4 @@ def embedding(ids_T: Tensor, weight_VD: Tensor) -> Tensor:
     """
     if ids_T.dim() != 1 or weight_VD.dim() != 2:
         raise ValueError(f"embedding: ids {tuple(ids_T.shape)}, weight {tuple(weight_VD.shape)}; expected [T], [V, D]")
-    return _Embedding.apply(ids_T, weight_VD)
+    return apply(_Embedding, ids_T, weight_VD)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from minitransformer.errors import UnsupportedDevice
 from minitransformer.ops import cpu, gpu, mxfp8
+from minitransformer.ops.autograd import apply
 from minitransformer.ops.dispatch import Plan
 from minitransformer.ops.jit import jit
 from minitransformer.ops.linear import PRODUCT_NAN, round_bf16
@@ -139,4 +140,4 @@ def grouped_linear(
         )
     if weights_TK is not None and weights_TK.numel() != rows:
         raise ValueError(f"grouped_linear: {weights_TK.numel()} routing weights for {rows} rows")
-    return _GroupedLinear.apply(x_RK, weight_ENK, plan, weights_TK, backward_format)
+    return apply(_GroupedLinear, x_RK, weight_ENK, plan, weights_TK, backward_format)

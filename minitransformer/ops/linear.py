@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from minitransformer.ops import cpu, gpu
+from minitransformer.ops.autograd import apply
 from minitransformer.ops.jit import jit
 from minitransformer.ops.mma import chain_bits
 from minitransformer.ops.rounding import f32_to_bf16
@@ -75,4 +76,4 @@ def linear(x_TK: Tensor, weight_NK: Tensor, out_dtype: torch.dtype = torch.bfloa
         raise ValueError(f"linear: x is {tuple(x_TK.shape)}, weight is {tuple(weight_NK.shape)}; K must be the same")
     if out_dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"linear: out_dtype must be torch.bfloat16 or torch.float32, got {out_dtype}")
-    return _Linear.apply(x_TK, weight_NK, out_dtype)
+    return apply(_Linear, x_TK, weight_NK, out_dtype)

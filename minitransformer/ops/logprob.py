@@ -24,6 +24,7 @@ from torch import Tensor
 
 from minitransformer.errors import InputError, RowError
 from minitransformer.ops import cpu, gpu
+from minitransformer.ops.autograd import apply
 from minitransformer.ops.embedding import check_ids
 from minitransformer.ops.jit import jit
 from minitransformer.ops.rounding import LANES, LOG2E, exp2_32, lane_tree, log_32
@@ -134,4 +135,4 @@ def logprob(logits_TV: Tensor, ids_T: Tensor, temperature: float = 1.0) -> Tenso
         raise InputError(f"logprob: temperature {temperature} must be positive; score greedy requests at temperature 1")
     if logits_TV.dim() != 2 or ids_T.shape != logits_TV.shape[:1]:
         raise ValueError(f"logprob: logits {tuple(logits_TV.shape)}, ids {tuple(ids_T.shape)}; expected [T, V], [T]")
-    return _LogProb.apply(logits_TV, ids_T, float(temperature))
+    return apply(_LogProb, logits_TV, ids_T, float(temperature))

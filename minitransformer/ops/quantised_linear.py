@@ -23,6 +23,7 @@ from torch import Tensor
 
 from minitransformer.errors import InputError
 from minitransformer.ops import cpu, gpu, grouped_linear
+from minitransformer.ops.autograd import apply
 from minitransformer.ops.dispatch import Plan
 from minitransformer.ops.jit import jit
 from minitransformer.ops.linear import round_bf16
@@ -101,4 +102,4 @@ def quantised_linear(
             f"quantised_linear: x is {tuple(x_RK.shape)}, weight {tuple(weight.shape)}, weight scales "
             f"{tuple(scale_EN.shape)}; the plan has {rows} rows and {experts} experts"
         )
-    return _QuantisedLinear.apply(x_RK, weight_ENK, *x_operand, *w_operand, plan, out_dtype, backward_format)
+    return apply(_QuantisedLinear, x_RK, weight_ENK, *x_operand, *w_operand, plan, out_dtype, backward_format)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from minitransformer.ops import cpu, gpu
+from minitransformer.ops.autograd import apply
 from minitransformer.ops.jit import jit
 from minitransformer.ops.rounding import LANES, bf16_to_f32, f32_to_bf16, lane_sum, lane_tree
 
@@ -167,7 +168,7 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     Raises ValueError on shapes that do not fit, TypeError on dtypes, UnsupportedDevice off the CPU.
     """
     _check(x, weight_D)
-    return _RMSNorm.apply(x, weight_D, eps)
+    return apply(_RMSNorm, x, weight_D, eps)
 
 
 def rms_norm_residual(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -175,7 +176,7 @@ def rms_norm_residual(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float)
     _check(x, weight_D)
     if residual.shape != x.shape:
         raise ValueError(f"rms_norm: x is {tuple(x.shape)}, the residual is {tuple(residual.shape)}")
-    return _RMSNormResidual.apply(x, residual, weight_D, eps)
+    return apply(_RMSNormResidual, x, residual, weight_D, eps)
 
 
 def _check(x: Tensor, weight_D: Tensor) -> None:

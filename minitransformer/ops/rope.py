@@ -24,6 +24,7 @@ from torch import Tensor
 
 from minitransformer.errors import InputError
 from minitransformer.ops import cpu, gpu
+from minitransformer.ops.autograd import apply
 from minitransformer.ops.jit import jit
 from minitransformer.ops.rounding import bf16_to_f32, f32_to_bf16, fma64
 
@@ -139,4 +140,4 @@ def rope(q_TNH: Tensor, k_TGH: Tensor, positions_T: Tensor, table_PH: Tensor) ->
     if not positions_T.is_cuda and T and (positions_T.min() < 0 or positions_T.max() >= P):
         worst = int(positions_T.min()) if positions_T.min() < 0 else int(positions_T.max())
         raise InputError(f"rope: position {worst} is outside the table of {P}; shorten the prompt or the completion")
-    return _Rope.apply(q_TNH, positions_T, table_PH), _Rope.apply(k_TGH, positions_T, table_PH)
+    return apply(_Rope, q_TNH, positions_T, table_PH), apply(_Rope, k_TGH, positions_T, table_PH)

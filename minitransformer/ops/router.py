@@ -23,6 +23,7 @@ from torch import Tensor
 
 from minitransformer.errors import RowError
 from minitransformer.ops import cpu, gpu
+from minitransformer.ops.autograd import apply
 from minitransformer.ops.jit import jit
 from minitransformer.ops.rounding import LOG2E, bf16_to_f32, exp2_32, f32_to_bf16, lane_sum
 
@@ -136,5 +137,5 @@ def router(logits_TE: Tensor, top_k: int, norm_topk_prob: bool) -> tuple[Tensor,
     E = logits_TE.shape[-1]
     if not 1 <= top_k <= E:
         raise ValueError(f"router: top_k = {top_k} must be between 1 and the number of experts, {E}")
-    weights, ids = _Router.apply(logits_TE.reshape(-1, E), top_k, bool(norm_topk_prob))
+    weights, ids = apply(_Router, logits_TE.reshape(-1, E), top_k, bool(norm_topk_prob))
     return weights.view(*logits_TE.shape[:-1], top_k), ids.view(*logits_TE.shape[:-1], top_k)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from minitransformer.ops import cpu, gpu
+from minitransformer.ops.autograd import apply
 from minitransformer.ops.jit import jit
 from minitransformer.ops.rounding import bf16_to_f32, f32_to_bf16, sigmoid_32, silu_32
 
@@ -122,7 +123,7 @@ def swiglu_amax(gate_up_R2F: Tensor) -> tuple[Tensor, Tensor]:
     """FP32 [R, 2F], gate half first -> (silu(gate) * up BF16 [R, F], its row maxima FP32 [R]). Raises as swiglu."""
     if gate_up_R2F.dim() != 2 or gate_up_R2F.shape[1] % 2:
         raise ValueError(f"swiglu_amax: gate_up is {tuple(gate_up_R2F.shape)}, expected [R, 2F]")
-    return _SwiGLUAmax.apply(gate_up_R2F)
+    return apply(_SwiGLUAmax, gate_up_R2F)
 
 
 def swiglu(gate_up_R2F: Tensor) -> Tensor:
@@ -132,4 +133,4 @@ def swiglu(gate_up_R2F: Tensor) -> Tensor:
     """
     if gate_up_R2F.dim() != 2 or gate_up_R2F.shape[1] % 2:
         raise ValueError(f"swiglu: gate_up is {tuple(gate_up_R2F.shape)}, expected [R, 2F]")
-    return _SwiGLU.apply(gate_up_R2F)
+    return apply(_SwiGLU, gate_up_R2F)

@@ -31,6 +31,7 @@ FAULTS = {
     "logprob": "the logits have a NaN or no finite maximum, or the id is outside the vocabulary",
     "sample": "the logits have a NaN or no finite maximum, or overflow at their temperature; check the weights",
 }
+_SLOT_OF = {op: i for i, op in enumerate(FAULTS)}
 _NO_ROW = 2**31 - 1
 _LAYERS, _SLOTS = 1024, 16  # a layer's slots begin at a multiple of 64 bytes, so that one compiled kernel serves all
 
@@ -50,11 +51,13 @@ def take(op: str, home: torch.device, dtype: torch.dtype, *tensors: Tensor) -> l
             raise TypeError(f"{op}: expected a {dtype} tensor, got {tensor.dtype} of shape {tuple(tensor.shape)}")
     if unverified(home) and not unverified_allowed():
         raise UnsupportedDevice(f"{op}: {home}: {unverified(home)}; --allow-unverified runs it all the same")
-    return [tensor.detach().contiguous() for tensor in tensors]
+    if torch.is_grad_enabled():
+        return [tensor.detach().contiguous() for tensor in tensors]
+    return [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
 
 
 def slot(op: str) -> int:
-    return list(FAULTS).index(op)
+    return _SLOT_OF[op]
 
 
 @lru_cache

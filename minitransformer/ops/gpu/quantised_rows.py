@@ -11,6 +11,7 @@ from torch import Tensor
 
 from minitransformer.ops import dispatch
 from minitransformer.ops import swiglu as swiglu_op
+from minitransformer.ops.autograd import apply
 from minitransformer.ops.gpu import device
 from minitransformer.ops.gpu.launch import cdiv, next_power_of_2, on, quick
 from minitransformer.ops.gpu.nvfp4 import bits_of, float_of, outer_of, quantised, store_quantised
@@ -108,11 +109,11 @@ def serves(columns: int) -> bool:
 
 def gather(x_TD: Tensor, plan) -> tuple[Tensor, Nvfp4, Tensor]:
     """x [T, D] BF16 -> (rows in dispatch order [R, D] BF16, quantised, decoded BF16 [R, D])."""
-    y, codes, scales, outer, decoded = _Gather.apply(x_TD, plan)
+    y, codes, scales, outer, decoded = apply(_Gather, x_TD, plan)
     return y, Nvfp4(codes, scales, outer), decoded
 
 
 def swiglu(gate_up_R2F: Tensor, plan) -> tuple[Tensor, Nvfp4, Tensor]:
     """FP32 [R, 2F], gate half first -> (silu(gate) * up BF16 [R, F], quantised, decoded BF16 [R, F])."""
-    y, codes, scales, outer, decoded = _SwiGLU.apply(gate_up_R2F, plan)
+    y, codes, scales, outer, decoded = apply(_SwiGLU, gate_up_R2F, plan)
     return y, Nvfp4(codes, scales, outer), decoded

@@ -1,0 +1,111 @@
+"""What a forward pass costs the host: eager steps at the widths of Qwen3-30B-A3B, random weights, on one GPU.
+
+    python benchmarks/host.py --layers 48
+
+Each batch runs with the short way of ops/gpu/launch.py and with Triton's own, in one run, and the logits' bits are
+compared first. `host_ms` is the time until the call returns, `wall_ms` until the GPU is done too (medians): where they
+are equal, the GPU waits for Python. A launch is a kernel of any library, counted by PyTorch's profiler.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from qwen3_30b import WIDTHS, make
+from torch.profiler import ProfilerActivity, profile
+
+from minitransformer.batch import Batch
+from minitransformer.devices import resolve
+from minitransformer.models.qwen3_moe.config import Qwen3MoeConfig
+from minitransformer.ops.gpu import launch
+from minitransformer.sampler.cache import KVCache
+
+PAGE = 16
+
+
+def batches(vocab: int) -> dict[str, tuple[Batch, bool]]:
+    """name -> (batch on the host, whether its keys and values lie in pages)."""
+    found, rng = {}, torch.Generator().manual_seed(0)
+    for requests in (1, 16):
+        tables = [range(64 * s, 64 * s + 64) for s in range(requests)]
+        ids = torch.randint(vocab, (requests, 1), generator=rng).tolist()
+        found[f"decode {requests} x 1023"] = Batch.paged(ids, [1022] * requests, tables, PAGE), True
+    for tokens in (128, 1024, 4096):
+        ids = torch.randint(vocab, (1, tokens), generator=rng).tolist()
+        found[f"prefill {tokens}"] = Batch.paged(ids, [0], [range(tokens // PAGE)], PAGE, [tokens - 1]), True
+        found[f"packed {tokens}"] = Batch.packed(ids), False
+    return found
+
+
+def times(step: Callable[[], torch.Tensor], repeats: int) -> tuple[float, float]:
+    """Median milliseconds: until the call returns, and until the GPU is done."""
+    host, wall = [], []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        step()
+        host.append(time.perf_counter() - begin)
+        torch.cuda.synchronize()
+        wall.append(time.perf_counter() - begin)
+    return 1e3 * statistics.median(host), 1e3 * statistics.median(wall)
+
+
+def launches(step: Callable[[], torch.Tensor]) -> int:
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        step()
+        torch.cuda.synchronize()
+    return sum(1 for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+
+
+@torch.no_grad()
+def measure(model, cache: KVCache, name: str, batch: Batch, paged: bool, repeats: int) -> dict:
+    batch, row, bits = batch.to(model.device), {"batch": name, "recipe": model.recipe.name}, []
+
+    def step() -> torch.Tensor:
+        h_TD = model.hidden(batch, cache if paged else None)
+        return model.logits(h_TD[-1:])
+
+    key_of = launch.Quick.key_of
+    for way in ("short", "triton"):
+        try:
+            if way == "triton":  # every call's key is unknown
+                launch.Quick.key_of = lambda *_: (None, None)
+            step()
+            bits.append(step().view(torch.int32).clone())
+            host, wall = times(step, repeats)
+        finally:
+            launch.Quick.key_of = key_of
+        row |= {f"{way}_host_ms": round(host, 3), f"{way}_wall_ms": round(wall, 3)}
+    row["launches"], row["differing"] = launches(step), int((bits[0] != bits[1]).sum())
+    row["us_a_launch"] = round(1e3 * row["short_host_ms"] / row["launches"], 2)
+    row["ratio"] = round(row["triton_wall_ms"] / row["short_wall_ms"], 2)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--recipe", default="bf16")
+    parser.add_argument("--out", type=Path, help="a file for the rows, one JSON object a line")
+    args = parser.parse_args()
+    sizes = WIDTHS | dict(num_layers=args.layers, sparse_layers=(True,) * args.layers)
+    model = make(Qwen3MoeConfig(**sizes), resolve("cuda"))
+    model.set_recipe(args.recipe)
+    cache = KVCache(model.config, 1024, PAGE, model.device)
+    for tensor in (*cache.k, *cache.v):
+        tensor.normal_()
+    for name, (batch, paged) in batches(model.config.vocab_size).items():
+        line = json.dumps(measure(model, cache, name, batch, paged, args.repeats) | {"layers": args.layers})
+        print(line, flush=True)
+        if args.out is not None:
+            with args.out.open("a") as file:
+                file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()
