@@ -23,7 +23,6 @@ from minitransformer.ops.gpu.tiles import to_bf16
 
 
 @quick
-@quick
 @triton.jit(do_not_specialize=["T"])
 def stats_kernel(
     do_ptr, o_ptr, m_ptr, l_ptr, stats_ptr, T, N: tl.constexpr, HEAD: tl.constexpr, ROWS: tl.constexpr
@@ -85,7 +84,6 @@ def _queries(
 
 
 @quick
-@quick
 @triton.jit(do_not_specialize=["T"])
 def dkv_kernel(
     q_desc, do_desc, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, bounds_ptr, dk_ptr, dv_ptr, scale, unit, T, N, G,
@@ -134,7 +132,6 @@ def _keys(
     return tl.dot(ds.to(tl.bfloat16), k, dq)
 
 
-@quick
 @quick
 @triton.jit(do_not_specialize=["T"])
 def dq_kernel(

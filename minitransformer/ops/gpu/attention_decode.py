@@ -48,7 +48,6 @@ def _tops(s, m, max_buf, tile_max, TILES: gl.constexpr, S_LAYOUT: gl.constexpr):
 
 
 @quick
-@quick
 @gluon.jit
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, positions_ptr, key_rows_ptr, bounds_ptr, o_ptr, m_ptr, l_ptr, acc_ptr, scale, N, stride,

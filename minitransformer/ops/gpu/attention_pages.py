@@ -13,7 +13,6 @@ from minitransformer.ops.gpu.launch import cdiv, quick
 
 
 @quick
-@quick
 @triton.jit
 def gather_kernel(
     k_ptr, v_ptr, k_out_ptr, v_out_ptr, key_rows_ptr, starts_ptr, positions_ptr, bounds_ptr, max_keys, stride,

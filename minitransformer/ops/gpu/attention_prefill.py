@@ -145,7 +145,6 @@ def _consume(which, ring, sum_buf, tensors, sizes, kv_heads, tables, scale, N, c
 
 
 @quick
-@quick
 @gluon.jit(do_not_specialize=["pairs", "blocks"])
 def prefill_kernel(
     q_ptr, k_desc, v_desc, positions_ptr, bounds_ptr, starts_ptr, o_ptr, m_ptr, l_ptr, scale, N, pairs, blocks,

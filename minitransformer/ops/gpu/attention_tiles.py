@@ -50,7 +50,6 @@ def _fold(acc, m, l, acc_s, m_s, l_s):
 
 
 @quick
-@quick
 @triton.jit
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, positions_ptr, key_rows_ptr, bounds_ptr, o_ptr, m_ptr, l_ptr, acc_ptr, scale, N, stride,
@@ -114,7 +113,6 @@ def attention_kernel(
     tl.store(l_ptr + line, l, mask=valid)
 
 
-@quick
 @quick
 @triton.jit
 def fold_kernel(

@@ -9,7 +9,6 @@ from minitransformer.ops.gpu.launch import cdiv, next_power_of_2, on, quick
 
 
 @quick
-@quick
 @triton.jit(do_not_specialize=["count", "limit"])
 def copy_kernel(
     x_ptr, index_ptr, y_ptr, faults_ptr, count, limit, D: tl.constexpr, SCATTER: tl.constexpr, ROWS: tl.constexpr,

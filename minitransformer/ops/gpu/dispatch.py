@@ -20,7 +20,6 @@ def _ids(ids_ptr, r, R, E):
 
 
 @quick
-@quick
 @triton.jit(do_not_specialize=["R", "E"])
 def count_kernel(ids_ptr, counts_ptr, R, E, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
     """Program b counts the experts of its BLOCK slots: counts [blocks, EXPERTS]."""
@@ -29,7 +28,6 @@ def count_kernel(ids_ptr, counts_ptr, R, E, BLOCK: tl.constexpr, EXPERTS: tl.con
     tl.store(counts_ptr + b * EXPERTS + tl.arange(0, EXPERTS), counts)
 
 
-@quick
 @quick
 @triton.jit(do_not_specialize=["R", "E", "blocks"])
 def place_kernel(
@@ -64,7 +62,6 @@ def place_kernel(
 
 
 @quick
-@quick
 @triton.jit(do_not_specialize=["R", "E"])
 def few_kernel(
     ids_ptr, order_ptr, rows_ptr, bounds_ptr, faults_ptr, R, E, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -85,7 +82,6 @@ def few_kernel(
     tl.store(rows_ptr + r, place.to(tl.int64), mask=ids == e)
 
 
-@quick
 @quick
 @triton.jit(do_not_specialize=["T"])
 def spread_kernel(
@@ -111,7 +107,6 @@ def spread_kernel(
 
 
 @quick
-@quick
 @triton.jit(do_not_specialize=["T"])
 def combine_kernel(
     y_ptr, rows_ptr, weights_ptr, out_ptr, T, D: tl.constexpr, K: tl.constexpr, WEIGHTED: tl.constexpr,
@@ -132,7 +127,6 @@ def combine_kernel(
     tl.store(out_ptr + t[:, None] * D + d, to_bf16(acc), mask=inside)
 
 
-@quick
 @quick
 @triton.jit(do_not_specialize=["R"])
 def weigh_backward_kernel(

@@ -12,7 +12,6 @@ from minitransformer.ops.gpu.tiles import to_bf16
 
 
 @quick
-@quick
 @triton.jit(do_not_specialize=["T", "V"])
 def backward_kernel(dx_ptr, order_ptr, sorted_ptr, dw_ptr, T, V, D: tl.constexpr, COLUMNS: tl.constexpr):
     """Program i adds the tokens of one id, in ascending order, if the i'th sorted token is that id's first."""

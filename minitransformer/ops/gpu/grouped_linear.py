@@ -27,7 +27,6 @@ def _expert_of(tile, offsets_ptr, experts, TILE_M: tl.constexpr, PADDED: tl.cons
 
 
 @quick
-@quick
 @triton.jit(do_not_specialize=["tiles_m", "experts"])
 def grouped_kernel(
     x_ptr, w_ptr, y_ptr, offsets_ptr, weights_ptr, order_ptr, tiles_m, experts, N, K,

@@ -34,7 +34,6 @@ def _chain(
 
 
 @quick
-@quick
 @triton.jit(do_not_specialize=["tiles_m", "experts"])
 def dx_kernel(
     dy, w, dx_ptr, offsets_ptr, tiles_m, experts, N, K,
@@ -52,7 +51,6 @@ def dx_kernel(
     tl.store(dx_ptr + rows[:, None].to(tl.int64) * K + cols[None, :], to_bf16(acc), mask=inside)
 
 
-@quick
 @quick
 @triton.jit(do_not_specialize=["tiles_m", "experts"])
 def weighted_dx_kernel(
@@ -77,7 +75,6 @@ def weighted_dx_kernel(
     tl.store(dots_ptr + slot, lane_tree(lanes, TILE_M), mask=rows < end)
 
 
-@quick
 @quick
 @triton.jit(do_not_specialize=["experts"])
 def dw_kernel(
@@ -104,7 +101,6 @@ def dw_kernel(
     tl.store(dw_ptr + at, to_bf16(acc), mask=(rows < N)[:, None] & (cols < K)[None, :])
 
 
-@quick
 @quick
 @triton.jit(do_not_specialize=["R"])
 def scale_kernel(y_ptr, weights_ptr, order_ptr, out_ptr, R, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):

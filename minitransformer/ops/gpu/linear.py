@@ -25,7 +25,6 @@ def _store(y_ptr, acc, rows, cols, M, N, SWAP: tl.constexpr):
 
 
 @quick
-@quick
 @triton.jit(do_not_specialize=["M"])
 def linear_kernel(
     x_ptr, w_ptr, y_ptr, M, N, K,
@@ -40,7 +39,6 @@ def linear_kernel(
     _store(y_ptr, acc, rows, cols, M, N, SWAP)
 
 
-@quick
 @quick
 @triton.jit(do_not_specialize=["M"])
 def linear_tma_kernel(

@@ -14,7 +14,6 @@ from minitransformer.ops.gpu.tiles import Tile, rows_tile, tile_of, to_bf16
 
 
 @quick
-@quick
 @triton.jit(do_not_specialize=["M", "DEPTH"])
 def product_kernel(
     a, b, y_ptr, M, N, DEPTH, a_stride, b_stride,

@@ -15,7 +15,6 @@ from minitransformer.ops.gpu.scalar import LANES, LOG2E, div, exp2_32, lane_tree
 
 
 @quick
-@quick
 @triton.jit(do_not_specialize=["V"])
 def max_kernel(logits_ptr, tops_ptr, V, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     """Program (block, row): the largest of BLOCK logits, tops FP32 [T, blocks]. A NaN is passed over."""
@@ -50,7 +49,6 @@ def _lane_sums(row, temperature, m, V, UNROLL: tl.constexpr, UNIT: tl.constexpr)
 
 
 @quick
-@quick
 @triton.jit(do_not_specialize=["V", "blocks"])
 def sum_kernel(
     logits_ptr, ids_ptr, temperatures_ptr, tops_ptr, out_ptr, max_sum_ptr, faults_ptr, V, blocks,
@@ -78,7 +76,6 @@ def sum_kernel(
             tl.atomic_min(faults_ptr + SLOT, t, sem="relaxed")
 
 
-@quick
 @quick
 @triton.jit
 def backward_kernel(dout_ptr, logits_ptr, ids_ptr, max_sum_ptr, dlogits_ptr, temperature, V, WIDE: tl.constexpr):

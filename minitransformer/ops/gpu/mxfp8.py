@@ -20,7 +20,6 @@ def decoded(code, field):
 
 
 @quick
-@quick
 @triton.jit(do_not_specialize=["rows"])
 def quantize_kernel(
     x_ptr, order_ptr, codes_ptr, scales_ptr, decoded_ptr, faults_ptr, rows,
@@ -47,7 +46,6 @@ def quantize_kernel(
     tl.atomic_min(faults_ptr + SLOT + tl.zeros_like(name), name, mask=bad, sem="relaxed")
 
 
-@quick
 @quick
 @triton.jit(do_not_specialize=["blocks"])
 def decode_kernel(codes_ptr, scales_ptr, out_ptr, blocks, BLOCKS: tl.constexpr):

@@ -92,7 +92,6 @@ def store_quantised(
 
 
 @quick
-@quick
 @triton.jit(do_not_specialize=["rows", "group"])
 def quantize_kernel(
     x_ptr, amax_ptr, order_ptr, codes_ptr, scales_ptr, outer_ptr, decoded_ptr, faults_ptr, rows, group,
@@ -122,7 +121,6 @@ def quantize_kernel(
 
 
 @quick
-@quick
 @triton.jit(do_not_specialize=["blocks"])
 def decode_kernel(codes_ptr, scales_ptr, out_ptr, blocks, BLOCKS: tl.constexpr):
     """codes [blocks, 8] and scales [blocks] -> BF16 [blocks, 16]."""
@@ -138,7 +136,6 @@ def decode_kernel(codes_ptr, scales_ptr, out_ptr, blocks, BLOCKS: tl.constexpr):
     tl.store(out_ptr + at, bits.to(tl.bfloat16, bitcast=True), mask=inside)
 
 
-@quick
 @quick
 @triton.jit(do_not_specialize=["rows"])
 def amax_kernel(x_ptr, out_ptr, rows, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr):

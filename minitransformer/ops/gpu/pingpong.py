@@ -119,7 +119,6 @@ def _consume(
 
 
 @quick
-@quick
 @gluon.jit(do_not_specialize=["tiles_m", "M"])
 def pingpong_kernel(
     x_desc, w_desc, y_ptr, schedule_ptr, weights_ptr, order_ptr, tiles_m, M, N, K,
@@ -156,7 +155,6 @@ def pingpong_kernel(
     )
 
 
-@quick
 @quick
 @triton.jit
 def schedule_kernel(offsets_ptr, schedule_ptr, experts, bound, TILE_M: tl.constexpr, PADDED: tl.constexpr):

@@ -33,7 +33,6 @@ def _tree(x, ROWS: tl.constexpr, HALF: tl.constexpr):
 
 
 @quick
-@quick
 @triton.jit(do_not_specialize=["lines", "P", "R"])
 def qkv_kernel(
     qkv_ptr, q_weight_ptr, k_weight_ptr, positions_ptr, table_ptr, store_rows_ptr, q_ptr, k_ptr, v_ptr, faults_ptr,

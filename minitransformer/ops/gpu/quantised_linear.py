@@ -45,7 +45,6 @@ class Packed(NamedTuple):
 
 
 @quick
-@quick
 @triton.jit(do_not_specialize=["tiles_m", "experts"])
 def scaled_kernel(
     x_ptr, w_ptr, y_ptr, offsets_ptr, row_scale_ptr, weight_scale_ptr, tiles_m, experts, N, K,
@@ -77,7 +76,6 @@ def scaled_kernel(
         tl.store(y_ptr + at, acc, mask=inside)
 
 
-@quick
 @quick
 @triton.jit(do_not_specialize=["rows"])
 def refuse_kernel(amax_ptr, order_ptr, faults_ptr, rows, SLOTS: tl.constexpr, SLOT: tl.constexpr):

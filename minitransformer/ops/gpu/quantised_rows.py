@@ -23,7 +23,6 @@ LONGEST = 8192  # a row is in the registers of one program
 
 
 @quick
-@quick
 @triton.jit(do_not_specialize=["rows"])
 def rows_kernel(
     x_ptr, order_ptr, y_ptr, codes_ptr, scales_ptr, outer_ptr, decoded_ptr, faults_ptr, rows,

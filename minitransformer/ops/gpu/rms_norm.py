@@ -46,7 +46,6 @@ def _inverse(x_ptr, residual_ptr, row, valid, eps, D: tl.constexpr, ROWS: tl.con
 
 
 @quick
-@quick
 @triton.jit(do_not_specialize=["T"])
 def forward_kernel(
     x_ptr, residual_ptr, w_ptr, y_ptr, new_ptr, eps, T,
@@ -74,7 +73,6 @@ def forward_kernel(
             tl.store(new_ptr + at, to_bf16(v), mask=inside)
 
 
-@quick
 @quick
 @triton.jit(do_not_specialize=["T"])
 def dx_kernel(
@@ -106,7 +104,6 @@ def dx_kernel(
 
 
 @quick
-@quick
 @triton.jit(do_not_specialize=["T"])
 def lanes_kernel(
     dy_ptr, x_ptr, residual_ptr, inverse_ptr, lanes_ptr, T,
@@ -126,7 +123,6 @@ def lanes_kernel(
     tl.store(lanes_ptr + lane * D + d[None, :], lanes, mask=(d < D)[None, :])
 
 
-@quick
 @quick
 @triton.jit
 def dw_kernel(lanes_ptr, dw_ptr, D: tl.constexpr, COLUMNS: tl.constexpr):

@@ -11,7 +11,6 @@ from minitransformer.ops.gpu.tiles import to_bf16
 
 
 @quick
-@quick
 @triton.jit(do_not_specialize=["lines", "P"])
 def rope_kernel(
     x_ptr, positions_ptr, table_ptr, out_ptr, faults_ptr, sign, lines, P, N: tl.constexpr, HALF: tl.constexpr,

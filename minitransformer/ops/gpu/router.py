@@ -32,7 +32,6 @@ def _max_and_sum(logits_ptr, row, valid, E: tl.constexpr, ROWS: tl.constexpr):
 
 
 @quick
-@quick
 @triton.jit(do_not_specialize=["T"])
 def router_kernel(
     logits_ptr, weights_ptr, ids_ptr, faults_ptr, T, E: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr,
@@ -67,7 +66,6 @@ def router_kernel(
     tl.store(ids_ptr + t * K + k, ids.to(tl.int64), mask=valid & (k < K))
 
 
-@quick
 @quick
 @triton.jit(do_not_specialize=["T"])
 def backward_kernel(

@@ -11,7 +11,6 @@ from minitransformer.ops.gpu.scalar import LANES, lane_tree
 
 
 @quick
-@quick
 @triton.jit
 def squares_kernel(pointers_ptr, sizes_ptr, out_ptr, UNROLL: tl.constexpr):
     """Program i: FP32 tensor i, sizes int64 elements -> out FP64. Squares of FP32 are exact in FP64."""

@@ -12,7 +12,6 @@ from minitransformer.ops.gpu.tiles import to_bf16
 
 
 @quick
-@quick
 @triton.jit(do_not_specialize=["R"])
 def swiglu_kernel(x_ptr, out_ptr, R, F, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """x [R, 2F], out [R, F] BF16; one tile a program."""
@@ -24,7 +23,6 @@ def swiglu_kernel(x_ptr, out_ptr, R, F, ROWS: tl.constexpr, COLUMNS: tl.constexp
     tl.store(out_ptr + r * F + f, to_bf16(silu_32(gate) * up), mask=inside)
 
 
-@quick
 @quick
 @triton.jit(do_not_specialize=["R"])
 def amax_kernel(x_ptr, out_ptr, amax_ptr, R, F, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
@@ -42,7 +40,6 @@ def amax_kernel(x_ptr, out_ptr, amax_ptr, R, F, ROWS: tl.constexpr, COLUMNS: tl.
     tl.store(amax_ptr + row, amax_of(top), mask=row < R)
 
 
-@quick
 @quick
 @triton.jit(do_not_specialize=["R"])
 def backward_kernel(dh_ptr, x_ptr, dx_ptr, R, F, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
