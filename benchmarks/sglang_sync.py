@@ -1,4 +1,4 @@
-"""Seconds of a weight transfer into SGLang by part, for both routes, BF16 and packed NVFP4; each one proven first.
+"""Seconds of a weight transfer into SGLang by part, for each route, BF16 and packed NVFP4; each one proven first.
 
   python benchmarks/sglang_sync.py prepare DIR --layers 2     makes DIR/bf16 and DIR/nvfp4 (widths of Qwen3-30B-A3B)
   python benchmarks/sglang_sync.py run DIR                    a server of each, three syncs of other weights by route
@@ -43,7 +43,7 @@ def run(directory: Path, kinds: list[str], repeats: int) -> int:
                 with torch.no_grad():
                     for parameter in model.parameters():
                         parameter.neg_()  # other weights each time, and nothing of the size changes
-                report = sync(Learner(model), server, route)
+                report = sync(Learner(model), server, route, backend="gloo")  # NCCL takes no two on one GPU
                 wrong += not report.equal
                 seconds = [f"{s:8.3f}" for s in report.seconds.values()]
                 verdict = "equal" if report.equal else report.verdict()

@@ -88,6 +88,8 @@ class Fake:
             return 200, self.generate(body)
         if path.startswith("/flush_cache"):
             return 200, {}
+        if "group" in path:
+            return 404, {"detail": "Not Found"}
         self.updates.append(path)
         return self.update(self.tensors(path, body))
 

@@ -2,8 +2,12 @@
 
 import os
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
+import torch
 
 from alignment_tests.plugin import engines, laws
 from alignment_tests.plugin.test_engine import P, zero
@@ -14,9 +18,10 @@ from minitransformer.learner.losses import PolicyGradient
 from minitransformer.learner.packing import Sample
 from minitransformer.models.qwen3_moe.nvfp4_layout import MODELOPT
 from minitransformer.models.qwen3_moe.quantise import quantise
+from minitransformer.plugins.sglang import group
 from minitransformer.plugins.sglang import sync as sync_module
 from minitransformer.plugins.sglang.align import align_engine
-from minitransformer.plugins.sglang.sync import sync
+from minitransformer.plugins.sglang.sync import ROUTES, sync
 from minitransformer.recipe import get
 from minitransformer.sampler.sequence import SamplingParams
 
@@ -36,8 +41,8 @@ def learn(learner: Learner, client) -> float:
 
 
 def check_loop(server, learner: Learner, packed: int) -> None:
-    """Two steps. Between an update and its sync the engine is stale, and that shows."""
-    for route in ("tensor", "disk"):
+    """A step a route. Between an update and its sync the engine is stale, and that shows."""
+    for route in ROUTES:
         assert learn(learner, server.client) == 0
         assert laws.learner_equals_engine(learner.model, server.client, P).differing, "the update changed nothing"
         assert learner.sync(server, route=route).packed == packed
@@ -68,7 +73,7 @@ def test_a_loop_in_nvfp4_sent_packed(checkpoint, tmp_path):
         check_loop(server, Learner(model, lr=1e-2), 2)
 
 
-@pytest.mark.parametrize("route", ["tensor", "disk"])
+@pytest.mark.parametrize("route", ROUTES)
 def test_the_same_weights_again_change_no_output(engine, route):
     learner = Learner(engines.tiny())
     first = laws.run(engine.client, P)
@@ -91,10 +96,35 @@ def test_other_shapes_are_told_by_the_server_too(engine, monkeypatch):
     """Where the client's own check is missing."""
     monkeypatch.setattr(sync_module, "require_same", lambda *_: None)
     sums = engine.client.checksums()
-    for route in ("tensor", "disk"):
+    for route in ROUTES:
         with pytest.raises(InputError, match="the model takes.*State: .* nothing was written$"):
             sync(Learner(engines.tiny(vocab_size=engines.VOCAB + 16)), engine, route)
     assert engine.client.checksums() == sums
+
+
+GONE = """
+import os, sys, time
+from alignment_tests.plugin import engines
+from minitransformer.learner.learner import Learner
+from minitransformer.plugins.sglang import group
+group._broadcast = lambda *_: (time.sleep(1), os._exit(3))
+Learner(engines.tiny(1)).sync(sys.argv[1], route="distributed")
+"""
+
+
+def test_a_broadcast_that_fails(engine, monkeypatch):
+    """A value that the server refuses once it has all, a sender that is gone: nothing was written. Then it works."""
+    sums, named = engine.client.checksums(), sync_module._named
+    bad = lambda *rest: [(n, t * torch.nan if n.endswith("3.up_proj.weight") else t) for n, t in named(*rest)]  # noqa: E731
+    monkeypatch.setattr(sync_module, "_named", bad)
+    with pytest.raises(InputError, match="no finite BF16 number.*Nothing was written.*State: .* nothing was written$"):
+        sync(Learner(engines.tiny(1)), engine, "distributed")
+    monkeypatch.setattr(sync_module, "_named", named)
+    began = time.monotonic()
+    assert subprocess.run([sys.executable, "-c", GONE, engine.url]).returncode == 3
+    assert engine.client.checksums() == sums and time.monotonic() - began < group.TIMEOUT.total_seconds() / 2
+    assert "Connection closed by peer" in engine.log.read_text("utf-8", "replace")
+    assert sync(Learner(engines.tiny()), engine, "distributed").equal
 
 
 def test_a_server_that_stops_and_goes_on(checkpoint, monkeypatch):
@@ -145,7 +175,7 @@ def test_stock(tmp_path, capsys):
         assert main(["align", *line, "--sampler", server.url]) == 1
         out = capsys.readouterr().out
         assert "a STOCK server, SGLang's own model" in out and "DIFFERENT: " in out
-        for route in ("tensor", "disk"):
+        for route in ROUTES:
             report = sync(Learner(model), server, route)
             assert not report.equal and report.probe.differing and report.verdict().startswith("NOT PROVEN")
 

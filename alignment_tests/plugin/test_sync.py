@@ -133,7 +133,9 @@ def test_refused_before_anything_is_sent(tmp_path, monkeypatch):
     with Fake(tiny_model(0)) as server:
         refused(Learner(tiny_model(0, num_experts=16)), server, "num_experts: 16 != 8")
         refused(trained(recipe="nvfp4_per_token"), server, "different execution specs.*options.recipe")
-        refused(trained(), server, "route 'distributed' is not supported", route="distributed")
+        refused(trained(), server, "route 'ipc' is not supported; choose tensor, disk or distributed", route="ipc")
+        refused(trained(), server, "backend 'mpi' is not supported", route="distributed", backend="mpi")
+        refused(trained(), server, "init_weights_update_group: the server refuses", route="distributed")
         refused(trained(), server, "absent: no such directory", route="disk", directory=tmp_path / "absent")
         own = packed(tmp_path)
         server.model.set_recipe("nvfp4_per_token")  # it keeps BF16 and quantises by itself

@@ -28,8 +28,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--route",
         metavar="ROUTE",
-        help="tensor: through memory, same host; disk: through a directory that both read (default: tensor for a "
-        "server on this host, else disk)",
+        help="tensor: through memory, same host; disk: through a directory that both read; distributed: over a process "
+        "group (default: tensor for a server on this host, else disk)",
+    )
+    command.add_argument(
+        "--backend", metavar="NAME", help="of the route distributed: nccl (default on a GPU) or gloo (default on a CPU)"
     )
     command.add_argument(
         "--directory", metavar="DIR", help="where the route disk may write (default: the temporary directory)"
@@ -49,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from minitransformer.plugins.sglang.sync import sync
 
     with common.progress() as show:
-        report = sync(Learner(model), args.to, args.route, args.directory, args.timeout, show)
+        report = sync(Learner(model), args.to, args.route, args.directory, args.timeout, show, args.backend)
     _print(report)
     common.write_json(args.json, asdict(report) | {"equal": report.equal})
     return 0 if report.equal else 1

@@ -103,14 +103,15 @@ def activate() -> None:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.managers.tp_worker import BaseTpWorker
     from sglang.srt.mem_cache.allocator import paged
-    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+    from sglang.srt.model_executor.model_runner_components import weight_updater
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.sampling.sampling_params import SamplingParams
     from sglang.srt.server_args import ServerArgs, add_attention_backend_choices
     from sglang.srt.state_capturer.base import BaseHostCache
+    from sglang.srt.utils import init_custom_process_group
     from sglang.srt.utils.weight_checker import WeightChecker
 
-    from minitransformer.plugins.sglang import arguments, batch, cpu, logits, weights
+    from minitransformer.plugins.sglang import arguments, batch, cpu, group, logits, weights
 
     add_attention_backend_choices([ATTENTION])
     for name in (ATTENTION, "torch_native"):
@@ -123,9 +124,10 @@ def activate() -> None:
     _wrap(SamplingBatchInfo, "from_schedule_batch", logits.with_seeds)
     _wrap(Scheduler, "process_batch_result", logits.before_results)
     _wrap(BaseTpWorker, "_deserialize_own_rank", weights.readable)
-    _wrap(WeightUpdater, "update_weights_from_tensor", weights.from_tensor)
-    _wrap(WeightUpdater, "update_weights_from_disk", weights.from_disk)
-    _wrap(WeightUpdater, "update_weights_from_distributed", weights.from_distributed)
+    for route in ("tensor", "disk", "distributed"):
+        _wrap(weight_updater.WeightUpdater, f"update_weights_from_{route}", getattr(weights, f"from_{route}"))
+    # A scheduler waits there for a sender that does not come: not for SGLang's half an hour.
+    weight_updater.init_custom_process_group = functools.partial(init_custom_process_group, timeout=group.TIMEOUT)
     if not torch.cuda.is_available():
         _wrap(BaseHostCache, "__init__", cpu.host_cache)
         paged.alloc_extend_kernel = cpu.Kernel(cpu.alloc_extend)

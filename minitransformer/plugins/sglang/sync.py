@@ -1,7 +1,8 @@
 """A learner's weights into a running SGLang server, and the proof that they are there.
 
     quantise   the experts of the layers that the server keeps in NVFP4, once, as a BF16 checkpoint is quantised
-    send       tensor: into memory that the server maps (same host);  disk: a checkpoint directory that it reads
+    send       tensor: into memory that the server maps (same host);  disk: a checkpoint directory that it reads;
+               distributed: nothing yet, a process group is made, and the tensors go while the server loads
     load       the server checks all of it, then writes it and drops its keys and values
     prove      the sha256 of every tensor on both sides, and a probe prompt: log-probs with equal bits
 
@@ -30,13 +31,14 @@ from minitransformer.models.qwen3_moe.quantise import expert_tensors
 from minitransformer.ops.nvfp4 import Nvfp4
 from minitransformer.plugins.sglang import send
 from minitransformer.plugins.sglang.client import Client
+from minitransformer.plugins.sglang.group import by_group
 from minitransformer.plugins.sglang.identity import refuse_for_stock, require_same
 from minitransformer.plugins.sglang.weights import checksum, unlike
 
 if TYPE_CHECKING:
     from minitransformer.learner.learner import Learner
 
-ROUTES = ("tensor", "disk")
+ROUTES = ("tensor", "disk", "distributed")
 PROBE_PROMPT, PROBE_NEW = 48, 8
 STATE_TIMEOUT = 10  # seconds, of the questions after an update that failed
 Packed = dict[str, Nvfp4]  # by our parameter's name without ".weight": layers.3.mlp.gate_up
@@ -93,17 +95,18 @@ def sync(
     directory: str | Path | None = None,
     timeout: float = 600,
     on_step: Callable[[str], None] = lambda part: None,
+    backend: str | None = None,
 ) -> SyncReport:
     """Sends the weights of learner.model to a server and compares; the report says whether they arrived.
 
-    to: 'http://host:port', a Client or a launch.Server. route: 'tensor' or 'disk'; None: tensor for a server on this
-    host. directory: where the disk route may write, readable by the server (default: the temporary directory).
+    to: 'http://host:port', a Client or a launch.Server. route: of ROUTES; None: tensor for a server on this host, else
+    disk. directory: where the disk route may write, readable by the server (default: the temporary directory). backend:
+    of the distributed route's group, 'nccl' or 'gloo' (group.py).
     InputError, with the server's state, if it refuses, does not answer within `timeout` seconds or runs another model.
     """
     client = Client(to if isinstance(to, str) else to.url, timeout)
     if route not in (None, *ROUTES):
-        raise InputError(f"route {route!r} is not supported; choose {' or '.join(ROUTES)}: each is one message that "
-                         "the server checks as a whole before it writes")  # fmt: skip
+        raise InputError(f"route {route!r} is not supported; choose {', '.join(ROUTES[:-1])} or {ROUTES[-1]}")
     route = route or ("tensor" if _is_here(client.url) else "disk")
     model, seconds = learner.model, dict[str, float]()
     client.about()
@@ -120,7 +123,12 @@ def sync(
     with ExitStack() as held:
         on_step("send")
         with timed(seconds, "send"):
-            sending = send.by_tensor(tensors) if route == "tensor" else send.by_disk(tensors, model.config, directory)
+            if route == "distributed":
+                sending = by_group(tensors, client, backend)
+            elif route == "disk":
+                sending = send.by_disk(tensors, model.config, directory)
+            else:
+                sending = send.by_tensor(tensors)
             path, body = held.enter_context(sending)
         on_step("load")
         with timed(seconds, "load"):

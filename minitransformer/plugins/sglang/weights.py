@@ -173,9 +173,22 @@ def from_tensor(original: Any, updater: Any, named_tensors: Any, load_format: st
         return False, f"{error}. {KEPT}"
 
 
-def from_distributed(original: Any, updater: Any, *rest: Any, **options: Any) -> tuple[bool, str]:
-    """WeightUpdater.update_weights_from_distributed: unasked for, and without its group it would end the server."""
-    return False, f"update_weights_from_distributed is not supported by miniTransformer; use tensor or disk. {KEPT}"
+def from_distributed(
+    original: Any, updater: Any, names: list, dtypes: list, shapes: list, group_name: str, load_format: Any = None
+) -> tuple[bool, str]:
+    """WeightUpdater.update_weights_from_distributed, which receives all tensors of the request, then loads them."""
+    strange = next((d for d in dtypes if not isinstance(getattr(torch, str(d), None), torch.dtype)), None)
+    if group_name not in updater._model_update_group:
+        return False, f"no group {group_name!r}: POST /init_weights_update_group first. {KEPT}"
+    if strange is not None or not len(names) == len(dtypes) == len(shapes):
+        what = f"{len(names)} names, {len(dtypes)} types, {len(shapes)} shapes" if strange is None else repr(strange)
+        return False, f"names, dtypes and shapes must be of the same tensors, types as 'bfloat16': {what}. {KEPT}"
+    try:
+        done, said = original(updater, names, dtypes, shapes, group_name, load_format)
+    except Exception as error:
+        done, said = False, str(error)
+    # SGLang warns of weights that are partly written; Receiver.load has checked all before it writes.
+    return (True, said) if done else (False, f"{said.partition('. The full weights of')[0]}. {KEPT}")
 
 
 def readable(original: Any, worker: Any, payloads: Any) -> Any:
