@@ -92,7 +92,7 @@ def test_a_choice_under_capture_is_the_eager_one(use):
         agree([linear.forward(x, w)], [want], "eager")
 
 
-@pytest.mark.parametrize(("M", "N", "K"), [(300, 768, 2048), (136, 520, 72), (2048, 1536, 1000), (5000, 256, 64)])
+@pytest.mark.parametrize(("M", "N", "K"), [(304, 768, 2048), (136, 520, 72), (2048, 1536, 1000), (5000, 256, 64)])
 def test_the_persistent_product_with_operands_turned(M, N, K):
     """More tiles than one round of the ring and of the grid, steps fewer than stages, ragged edges."""
     from minitransformer.ops import gpu
