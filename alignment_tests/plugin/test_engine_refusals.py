@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from alignment_tests.plugin import engines, laws
@@ -78,6 +80,15 @@ def test_bad_requests_leave_the_server_alone(checkpoint):
                 server.client.generate([P[0]], laws.params(1, 1.0, 4)[0] | change)
         with pytest.raises(InputError, match="is outside the vocabulary"):
             server.client.generate([[1, engines.VOCAB]], laws.params(1, 1.0, 4))
+        for change in (
+            {"temperature": "hot"}, {"top_p": [0.5]}, {"stop_token_ids": [["a"]]}, {"logit_bias": [1]}, {"no_field": 1},
+            {"frequency_penalty": {}}, {"max_new_tokens": "4"},
+        ):  # fmt: skip
+            with pytest.raises(InputError, match=r"refuses \(400\)"):
+                server.client.generate([P[0]], laws.params(1, 1.0, 4)[0] | change)
+        for asked in ([engines.VOCAB], ["a"], [0.5], [1] * 2000):
+            with pytest.raises(InputError, match=r"refuses \(400\).*token_ids_logprob"):
+                server.client.generate([P[0]], laws.params(1, 1.0, 4), token_ids_logprob=[asked])
         for change in ({"first": -2}, {"top_logprobs_num": -3}, {"top_logprobs_num": 1 << 20}):
             with pytest.raises(InputError, match="refuses.*must be an integer from"):
                 server.client.generate([P[0]], laws.params(1, 1.0, 4), **change)
@@ -86,6 +97,20 @@ def test_bad_requests_leave_the_server_alone(checkpoint):
         with pytest.raises(InputError, match="refuses.*input_embeds"):
             server.client.call("/generate", {"input_embeds": [[0.0] * 64], "sampling_params": {"max_new_tokens": 1}})
         zero(laws.same(first, laws.run(server.client, P)))
+
+
+def test_weights_are_read_with_torchs_own_default_type():
+    """SGLang's is BF16 while it loads a checkpoint: on a GPU quantising again made its scales of that type."""
+    from minitransformer.plugins.sglang.models.qwen3_moe import Qwen3MoeForCausalLM as Entry
+
+    seen = []
+    receiver = SimpleNamespace(load=lambda weights: seen.append(torch.get_default_dtype()))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        Entry._load(SimpleNamespace(receiver=receiver), [])
+        assert seen == [torch.float32] and torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_bad_updates_leave_the_weights_alone(checkpoint, tmp_path):

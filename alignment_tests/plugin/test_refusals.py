@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from minitransformer.errors import InputError
-from minitransformer.plugins.sglang import ANY_VERSION_VARIABLE, MODEL_PACKAGE, MODEL_PACKAGE_VARIABLE, plugin
+from minitransformer.plugins.sglang import ANY_VERSION_VARIABLE, MODEL_PACKAGE, MODEL_PACKAGE_VARIABLE, plugin, weights
 from minitransformer.plugins.sglang import arguments as arguments_module
 from minitransformer.plugins.sglang.client import Client
 
@@ -212,3 +212,19 @@ def test_a_server_does_not_outlive_a_killed_parent():
     parent.wait()
     with parent.stdout:
         assert parent.stdout.read() == b""  # its end: nobody holds the pipe any more
+
+
+def test_what_is_said_of_an_update_that_fails_is_what_the_server_holds():
+    """Before the first write nothing is lost; after it the weights are partly new, whatever SGLang says."""
+    model = SimpleNamespace(weights_version=3)
+    updater = SimpleNamespace(get_model=lambda: SimpleNamespace(model=model))
+
+    def fails(writes: int):
+        model.weights_version += writes
+        raise ValueError("no")
+
+    sglang = "no. The full weights of the ModelRunner are partially updated. Please discard the whole weights."
+    assert weights._guarded(updater, lambda: (True, "done")) == (True, "done")
+    assert weights._guarded(updater, lambda: fails(0), "x: ") == (False, f"x: no. {weights.KEPT}")
+    assert weights._guarded(updater, lambda: (False, sglang)) == (False, f"no. {weights.KEPT}")
+    assert weights._guarded(updater, lambda: fails(1)) == (False, f"no. {weights.PARTLY}")

@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ INTEGERS = ("sampling_seed", "top_k", "max_new_tokens", "min_new_tokens")
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 # Logits stay finite, so that a softmax exists: an error in the scheduler would end the server.
 LARGEST_BIAS, SMALLEST_PENALTY = 1e6, 1e-3
+MOST_IDS = 1024  # whose log-probs a request may ask for at each position: the scheduler waits for them
 
 
 def post_init(original: Any, args: Any) -> None:
@@ -120,19 +122,38 @@ def verify(original: Any, params: Any, vocab_size: int) -> None:
 
 def validate(original: Any, manager: Any, obj: Any, input_ids: Any) -> None:
     """TokenizerManager._validate_one_request: an id outside the vocabulary would stop the scheduler."""
-    original(manager, obj, input_ids)
+    with _typed():
+        original(manager, obj, input_ids)
     if getattr(obj, "input_embeds", None) is not None or input_ids is None:
         raise ValueError("miniTransformer takes token ids or text; there are no input embeddings")
     if not input_ids:
         raise ValueError("the prompt has no token; send one at least")
     size = manager.model_config.vocab_size
-    for name, least, most in (("top_logprobs_num", 0, size), ("logprob_start_len", -1, 1 << 31)):
+    for name, least, most in (("top_logprobs_num", 0, min(size, MOST_IDS)), ("logprob_start_len", -1, 1 << 31)):
         value = getattr(obj, name, None)
         if value is not None and (not isinstance(value, int) or not least <= value <= most):
             raise ValueError(f"{name} = {value!r} must be an integer from {least} to {most}")
+    asked = getattr(obj, "token_ids_logprob", None) or []
+    if not isinstance(asked, list) or len(asked) > MOST_IDS or not all(type(i) is int and 0 <= i < size for i in asked):
+        raise ValueError(f"token_ids_logprob must be at most {MOST_IDS} ids of the vocabulary of {size}")
     bad = next((i for i in input_ids if not 0 <= i < size), None)
     if bad is not None:
         raise ValueError(f"input_ids: {bad} is outside the vocabulary of {size}; check the tokenizer")
+
+
+def tokenized(original: Any, manager: Any, *rest: Any, **options: Any) -> Any:
+    """TokenizerManager._create_tokenized_object, which reads sampling_params."""
+    with _typed():
+        return original(manager, *rest, **options)
+
+
+@contextmanager
+def _typed() -> Iterator[None]:
+    """What an ill-typed field leads to in SGLang is the request's fault, HTTP 400, not the server's, 500."""
+    try:
+        yield
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"sampling_params: a field is unknown or of a wrong type ({error})") from error
 
 
 def unquantised(original: Any, model_config: Any) -> None:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessor as SGLangLogitsProcessor
 from sglang.srt.layers.logprob_processor import InputLogprobProcessor, LogprobResult
@@ -17,8 +18,8 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from torch import Tensor
 
 from minitransformer.errors import InputError
-from minitransformer.ops import gpu
-from minitransformer.ops.logprob import logprob
+from minitransformer.ops import gpu, logprob
+from minitransformer.ops.rounding import log_32
 from minitransformer.ops.sample import sample
 
 
@@ -69,7 +70,7 @@ class Wanted:
 
     def score(self, logits_LV: Tensor, ids_L: Tensor, first: int) -> None:
         here = slice(first, first + len(ids_L))
-        self.scores.append(logprob(logits_LV, ids_L))
+        self.scores.append(logprob.logprob(logits_LV, ids_L))
         if self.top is not None:
             self.top_rows += [(v.tolist(), i.tolist()) for v, i in best(logits_LV, self.top[here])]
         if self.ids is not None:
@@ -94,17 +95,27 @@ class Wanted:
 
 def best(logits_LV: Tensor, counts: Sequence[int], t: Sequence[float] | None = None) -> list[tuple[Tensor, Tensor]]:
     """(log-probs, ids) of the counts[l] largest logits of each row."""
-    return chosen(logits_LV, [row.topk(min(k, len(row))).indices for row, k in zip(logits_LV, counts, strict=True)], t)
+    most = logits_LV.topk(min(max(counts), logits_LV.shape[1])).indices
+    return chosen(logits_LV, [row[:k] for row, k in zip(most, counts, strict=True)], t)
 
 
 def chosen(logits_LV: Tensor, ids: Sequence[Any], t: Sequence[float] | None = None) -> list[tuple[Tensor, Tensor]]:
-    """(log-probs, ids) of the given ids (a list, a tensor or None) of each row, at its temperature (default 1)."""
+    """(log-probs, ids) of the given ids (a list, a tensor or None) of each row, at its temperature (default 1).
+
+    The operator gives each row's m and S once; what it adds for an id is two roundings.
+    """
+    t, home = t or [1.0] * len(logits_LV), logits_LV.device
+    max_sum_L2 = torch.empty(len(logits_LV), 2)
+    for temperature in dict.fromkeys(t):
+        rows = [l for l, own in enumerate(t) if own == temperature]
+        some = logits_LV if len(rows) == len(t) else logits_LV[rows]
+        any_id = torch.zeros(len(rows), dtype=torch.int64, device=home)
+        max_sum_L2[rows] = logprob.forward(some, any_id, temperature)[1].cpu()
     found = []
-    for l, (row_V, some) in enumerate(zip(logits_LV, ids, strict=True)):
-        some = torch.as_tensor([] if some is None else some, dtype=torch.int64, device=row_V.device)
-        temperature = 1.0 if t is None else t[l]
-        scores = [logprob(row_V[None], i[None], temperature) for i in some]
-        found.append((torch.cat(scores) if scores else row_V.new_empty(0), some))
+    for (m, S), row_V, own, temperature in zip(max_sum_L2.numpy(), logits_LV, ids, t, strict=True):
+        these = torch.as_tensor([] if own is None else own, dtype=torch.int64, device=home)
+        x = row_V[these].cpu().numpy() / np.float32(temperature)
+        found.append((torch.from_numpy((x - m) - np.float32(log_32(S))).to(home), these))
     return found
 
 
@@ -194,7 +205,7 @@ def draw(logits_LV: Tensor, draws: Sequence[tuple], scored: bool) -> tuple[Tenso
     scores_L, t = logits_LV.new_empty(len(draws)), [d[-1] for d in draws]
     for temperature in dict.fromkeys(t):
         rows = [l for l, own in enumerate(t) if own == temperature]
-        scores_L[rows] = logprob(logits_LV[rows], ids_L[rows], temperature)
+        scores_L[rows] = logprob.logprob(logits_LV[rows], ids_L[rows], temperature)
     return ids_L, scores_L
 
 

@@ -120,6 +120,7 @@ def activate() -> None:
     _wrap(ServerArgs, "__post_init__", arguments.post_init)
     _wrap(ModelConfig, "_parse_quant_hf_config", arguments.unquantised)
     _wrap(TokenizerManager, "_validate_one_request", arguments.validate)
+    _wrap(TokenizerManager, "_create_tokenized_object", arguments.tokenized)
     _wrap(SamplingParams, "verify", arguments.verify)
     _wrap(SamplingBatchInfo, "from_schedule_batch", logits.with_seeds)
     _wrap(Scheduler, "process_batch_result", logits.before_results)

@@ -159,23 +159,37 @@ def answer(original: Any, checker: Any, action: str, allow_quant_error: bool = F
 
 
 KEPT = "Nothing was written: the server goes on with the weights it had"
+PARTLY = "The weights are partly written: send all of them again"
+Answer = tuple[bool, str]
 
 
-def from_tensor(original: Any, updater: Any, named_tensors: Any, load_format: str | None = None) -> tuple[bool, str]:
+def _guarded(updater: Any, update: Callable[[], Answer], what: str = "") -> Answer:
+    """update(), or what was wrong and what the server holds. Receiver.load checks all before it writes; it counts the
+    weights' version up when it begins to."""
+    version = updater.get_model().model.weights_version
+    try:
+        done, said = update()
+    except Exception as error:
+        done, said = False, f"{what}{error}"
+    if done:
+        return True, said
+    # SGLang warns of weights that are partly written in any case.
+    held = KEPT if updater.get_model().model.weights_version == version else PARTLY
+    return False, f"{said.partition('. The full weights of')[0]}. {held}"
+
+
+def from_tensor(original: Any, updater: Any, named_tensors: Any, load_format: str | None = None) -> Answer:
     """WeightUpdater.update_weights_from_tensor: a bad update is answered, it doesn't stop the server."""
     if isinstance(named_tensors, Exception):
         return False, f"the tensors can't be read; is their sender gone? ({named_tensors}) {KEPT}"
     if load_format == "direct":
         return False, f"load_format 'direct' is not supported by miniTransformer; send Hugging Face names. {KEPT}"
-    try:
-        return original(updater, named_tensors, load_format)
-    except Exception as error:
-        return False, f"{error}. {KEPT}"
+    return _guarded(updater, lambda: original(updater, named_tensors, load_format))
 
 
 def from_distributed(
     original: Any, updater: Any, names: list, dtypes: list, shapes: list, group_name: str, load_format: Any = None
-) -> tuple[bool, str]:
+) -> Answer:
     """WeightUpdater.update_weights_from_distributed, which receives all tensors of the request, then loads them."""
     strange = next((d for d in dtypes if not isinstance(getattr(torch, str(d), None), torch.dtype)), None)
     if group_name not in updater._model_update_group:
@@ -183,12 +197,7 @@ def from_distributed(
     if strange is not None or not len(names) == len(dtypes) == len(shapes):
         what = f"{len(names)} names, {len(dtypes)} types, {len(shapes)} shapes" if strange is None else repr(strange)
         return False, f"names, dtypes and shapes must be of the same tensors, types as 'bfloat16': {what}. {KEPT}"
-    try:
-        done, said = original(updater, names, dtypes, shapes, group_name, load_format)
-    except Exception as error:
-        done, said = False, str(error)
-    # SGLang warns of weights that are partly written; Receiver.load has checked all before it writes.
-    return (True, said) if done else (False, f"{said.partition('. The full weights of')[0]}. {KEPT}")
+    return _guarded(updater, lambda: original(updater, names, dtypes, shapes, group_name, load_format))
 
 
 def readable(original: Any, worker: Any, payloads: Any) -> Any:
@@ -199,12 +208,15 @@ def readable(original: Any, worker: Any, payloads: Any) -> Any:
         return error
 
 
-def from_disk(original: Any, updater: Any, model_path: str, *rest: Any, **options: Any) -> tuple[bool, str]:
+def from_disk(original: Any, updater: Any, model_path: str, *rest: Any, **options: Any) -> Answer:
     """WeightUpdater.update_weights_from_disk, which after an error loads the same bad files again to roll back."""
     before = updater.model_config.model_path
-    try:
+
+    def update() -> Answer:
         check_model(model_path)
         return original(updater, model_path, *rest, **options)
-    except Exception as error:  # Receiver.load reads and checks all before it writes, whatever failed
+
+    done, said = _guarded(updater, update, f"{model_path}: ")
+    if not done:
         updater.model_config.model_path = before
-        return False, f"{model_path}: {error}. {KEPT}"
+    return done, said

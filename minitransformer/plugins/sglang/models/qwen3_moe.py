@@ -36,10 +36,10 @@ class Qwen3MoeForCausalLM(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         if not self.receiver.missing:  # an update: whoever sent it is answered
-            self.receiver.load(weights)
+            self._load(weights)
         else:
             try:
-                self.receiver.load(weights)
+                self._load(weights)
             except InputError as error:
                 plugin.fail(str(error))
             spec = self.model.spec
@@ -47,6 +47,15 @@ class Qwen3MoeForCausalLM(nn.Module):
                 "miniTransformer is live: spec %s, fingerprint %s, recipe %s, SGLang %s",
                 spec.name, spec.fingerprint(), self.model.recipe.name, plugin.sglang_version(),
             )  # fmt: skip
+
+    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """With torch's own default type: SGLang's, BF16 while it loads, is not what operators make new tensors of."""
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            self.receiver.load(weights)
+        finally:
+            torch.set_default_dtype(default)
 
     @torch.no_grad()
     def forward(self, input_ids: Tensor, positions: Tensor, forward_batch: Any, **_: Any) -> Any:
