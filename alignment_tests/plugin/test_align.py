@@ -126,11 +126,12 @@ def test_bad_options(line, capsys):
     for options, words in (
         ("--sampler here", "expected sglang or http"),
         ("--sampler http://127.0.0.1:9", "no server answers"),
-        ("--sampler http://127.0.0.1:9 --stock", "are for a server that is started"),
+        ("--sampler http://127.0.0.1:9 --sglang-arg=--x", "is for a server that is started"),
+        ("--sampler http://127.0.0.1:9 --stock", "no server answers"),
         ("--sampler http://127.0.0.1:9 --page-size 8", "--page-size is for miniTransformer's own sampler"),
         ("--sampler http://127.0.0.1:9 --stages logits", "--stages is for miniTransformer's own sampler"),
         ("--sampler sglang --recipe nvfp4_per_token --layers 0=bf16", "--layers can't be told to SGLang"),
         ("--sampler sglang --sglang-arg='--page-size", "no closing quotation; expected words"),
-        ("--stock", "is for --sampler sglang"),
+        ("--stock", "is for --sampler; add --sampler sglang"),
     ):
         assert main([*line, *options.split()]) == 2 and words in capsys.readouterr().err, options

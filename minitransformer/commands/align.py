@@ -87,8 +87,15 @@ def _print(console: "Console", args: argparse.Namespace, model: Any, found: "Ali
     print_tables(console, args, found, [])
 
 
-def print_tables(console: "Console", args: argparse.Namespace, found: "Alignment", contrasts: list[list[str]]) -> None:
-    """The stages, the gaps (with more rows of contrasts) and the verdict."""
+def print_tables(
+    console: "Console",
+    args: argparse.Namespace,
+    found: "Alignment",
+    contrasts: list[list[str]],
+    learner: str = "learner",
+    verdict: str = "",
+) -> None:
+    """The stages, the gaps (with more rows of contrasts) and the verdict. learner: how the table names it."""
     from minitransformer.alignment import report
     from minitransformer.alignment.compare import first_divergence
 
@@ -100,11 +107,11 @@ def print_tables(console: "Console", args: argparse.Namespace, found: "Alignment
     for result in (r for r in found.recomputed if not r.equal):
         console.print(f"computed again with other bits: {result.stage}, {result.differing:,} elements", style="red")
     console.print()
-    rows = [report.gap_row("learner", found.gap), *contrasts, report.gap_row("transformers, BF16", found.contrast)]
+    rows = [report.gap_row(learner, found.gap), *contrasts, report.gap_row("transformers, BF16", found.contrast)]
     report.print_table(console, report.GAP_COLUMNS, rows)
     console.print(report.gap_footnote())
     console.print()
-    console.print(_verdict(found), style="bold green" if found.equal else "bold red", soft_wrap=True)
+    console.print(verdict or _verdict(found), style="bold green" if found.equal else "bold red", soft_wrap=True)
 
 
 def _header(args: argparse.Namespace, model: Any, found: "Alignment") -> list[str]:

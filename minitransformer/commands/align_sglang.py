@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from minitransformer.plugins.sglang.client import Client
 
 COMPARED = "compared: what the server tells over HTTP; the stages in between stay inside it"
+PREFILL = "compared: SGLang's own prefill (the sampler) with the learner on SGLang's kernels"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -28,14 +29,17 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--sglang-arg", action="append", default=[], metavar="ARGS",
         help="arguments of the server that is started, such as --sglang-arg='--chunked-prefill-size 64'; may repeat",
     )  # fmt: skip
-    group.add_argument("--stock", action="store_true", help="start SGLang with its own model, as a contrast")
+    group.add_argument(
+        "--stock", action="store_true",
+        help="SGLang with its own model; on a GPU the learner runs on SGLang's kernels, and equals its prefill",
+    )  # fmt: skip
 
 
 def refuse_without(args: argparse.Namespace) -> None:
     """InputError for an option that means nothing because miniTransformer itself samples."""
     for option, given in (("--sglang-arg", args.sglang_arg), ("--stock", args.stock)):
         if given:
-            raise InputError(f"{option} is for --sampler sglang; add that, or leave it out")
+            raise InputError(f"{option} is for --sampler; add --sampler sglang, or leave it out")
 
 
 def run(args: argparse.Namespace, learner_device: "torch.device | None") -> int:
@@ -58,11 +62,13 @@ def run(args: argparse.Namespace, learner_device: "torch.device | None") -> int:
                 common.sampling_params(args, len(prompts)),
                 checkpoint=None if args.no_contrast else args.model,
                 on_step=lambda part: show(align.PARTS[part]),
+                stock_kernels=args.stock,
             )
     _print(args, model, found)
     server = {key: found.server.get(key) for key in ("version", "model_path")} | {"stock": found.stock}
     rescored = {"not_run": found.rescored} if isinstance(found.rescored, str) else vars(found.rescored)
-    common.write_json(args.json, align.to_json(args, model, found) | {"server": server, "rescored": rescored})
+    more = {"server": server, "rescored": rescored, "kernels": found.kernels, "why_own_kernels": found.why_own}
+    common.write_json(args.json, align.to_json(args, model, found) | more)
     return 0 if found.equal else 1
 
 
@@ -86,8 +92,8 @@ def _check(args: argparse.Namespace) -> None:
             raise InputError("--layers can't be told to SGLang; `minitransformer quantize` writes such a checkpoint")
     elif not args.sampler.startswith(("http://", "https://")):
         raise InputError(f"--sampler {args.sampler}: expected sglang or http://host:port")
-    elif args.sglang_arg or args.stock:
-        raise InputError("--sglang-arg and --stock are for a server that is started: --sampler sglang")
+    elif args.sglang_arg:
+        raise InputError("--sglang-arg is for a server that is started: --sampler sglang")
 
 
 @contextmanager
@@ -98,6 +104,7 @@ def _client(args: argparse.Namespace) -> "Iterator[Client]":
     if args.sampler != "sglang":
         yield Client(args.sampler)
         return
+    from minitransformer.plugins.sglang import stock_kernels
     from minitransformer.plugins.sglang.arguments import RECIPE
     from minitransformer.plugins.sglang.launch import Server
     from minitransformer.plugins.sglang.plugin import sglang_version
@@ -105,11 +112,13 @@ def _client(args: argparse.Namespace) -> "Iterator[Client]":
     sglang_version()
     cpu = common.device(args.device, args).type == "cpu"
     arguments = [] if args.stock else ["--enable-return-routed-experts"]
-    arguments += ["--attention-backend", "torch_native"] if args.stock and cpu else []  # its others need a GPU
+    if args.stock:  # its other attention backends need a GPU
+        arguments += ["--attention-backend", "torch_native"] if cpu else stock_kernels.ARGUMENTS
     if args.recipe is not None and not args.stock:
         arguments += ["--json-model-override-args", json.dumps({RECIPE: args.recipe})]
     arguments += _words(args.sglang_arg)
-    with Server(args.model, arguments, cpu=cpu, stock=args.stock) as server:
+    more = stock_kernels.ENVIRONMENT if args.stock else None
+    with Server(args.model, arguments, cpu=cpu, stock=args.stock, extra_environment=more) as server:
         try:
             yield Client(server.url)
         except InputError as error:
@@ -128,6 +137,19 @@ def _print(args: argparse.Namespace, model: Any, found: "EngineAlignment") -> No
     whose = "a STOCK server, SGLang's own model" if found.stock else ours
     for line in align.header(args, model, found, f"SGLang {version}: {whose}"):
         console.print(line, markup=False, soft_wrap=True)
-    console.print(COMPARED)
+    console.print(PREFILL if found.kernels == "sglang" else COMPARED)
+    if found.why_own:
+        console.print(f"the learner runs on its own operators: {found.why_own}", markup=False, soft_wrap=True)
     console.print()
-    align.print_tables(console, args, found, [gap_row("SGLang's own prefill", found.rescored)])
+    rows = [gap_row("SGLang's own prefill", found.rescored)]
+    if found.kernels == "own":
+        align.print_tables(console, args, found, rows)
+    else:
+        align.print_tables(console, args, found, rows, "learner, SGLang's kernels", _prefill_verdict(found))
+
+
+def _prefill_verdict(found: "EngineAlignment") -> str:
+    rows, differing = (sum(getattr(r, name) for r in found.stages) for name in ("rows", "differing"))
+    gap = f"; of what its decode emitted, {found.gap.differing:,} of {found.gap.tokens:,} differ"
+    said = f"{differing:,} of {rows:,} log-probs of SGLang's own prefill differ from the learner's on SGLang's kernels"
+    return f"{'EQUAL' if found.equal else 'DIFFERENT'}: {said}{gap}"

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 
 from minitransformer.alignment.align import Alignment, contrast_gap, score, timed
+from minitransformer.alignment.compare import ComparingTrace
 from minitransformer.alignment.difference import StageResult
 from minitransformer.alignment.gap import Gap, log_prob_gap
 from minitransformer.alignment.trace import Trace
 from minitransformer.checkpoint_files import first_few
 from minitransformer.errors import InputError
+from minitransformer.plugins.sglang import stock
 from minitransformer.plugins.sglang.client import Client, Output
 from minitransformer.plugins.sglang.identity import refuse_for_stock, require_same
 from minitransformer.plugins.sglang.weights import checksums, unlike
@@ -30,11 +32,22 @@ class EngineAlignment(Alignment):
     """server: what /server_info tells (version, model_path, ...); stock: it runs SGLang's own model.
 
     rescored: the server's prefill against what its decode emitted, or why it was not run; it is no part of `equal`.
+    kernels: "own", or "sglang" if the learner ran on those and is compared with the server's prefill; why_own: why not.
     """
 
     server: dict[str, Any] | None = None
     stock: bool = False
     rescored: Gap | str = ""
+    kernels: str = "own"
+    why_own: str = ""
+
+    @property
+    def equal(self) -> bool:
+        """As Alignment's. On SGLang's kernels: the prefill's log-probs; a stock decode differs from them by itself."""
+        if self.kernels == "own":
+            return super().equal
+        tokens = sum(len(c.prompt_ids) + len(c.token_ids) - 1 for c in self.completions)
+        return all(r.equal for r in self.stages) and sum(r.rows for r in self.stages) == tokens
 
 
 def align_engine(
@@ -44,8 +57,9 @@ def align_engine(
     params: Sequence[SamplingParams],
     checkpoint: str | Path | None = None,
     on_step: Callable[[str], None] = lambda part: None,
+    stock_kernels: bool = False,
 ) -> EngineAlignment:
-    """Arguments as `align`'s; model: the learner's.
+    """Arguments as `align`'s; model: the learner's. stock_kernels: it runs on SGLang's kernels if it can.
 
     InputError for a server that does not answer, and, before anything is sampled, for one with our model that follows
     another spec or holds other weights. A stock server is taken as it is: its log-probs are compared all the same.
@@ -56,6 +70,8 @@ def align_engine(
         server, identity = client.about(), client.identity()
         if identity is None:
             refuse_for_stock(model.config)
+        elif stock_kernels:
+            raise InputError(f"{client.url}: it serves miniTransformer's model, not SGLang's own; leave --stock out")
         else:
             require_same(model, identity, client.url)
             _require_weights(model, client)
@@ -68,16 +84,21 @@ def align_engine(
         again = client.generate(sequences, {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True})
         _require_complete(completions, again)
     on_step("learner")
+    why_own = stock.unable(model, server) if stock_kernels else ""
+    kernels = "sglang" if stock_kernels and why_own is None else "own"
     with timed(seconds, "learner"):
-        stages, gap = score(model, completions, temperatures, _trace(completions, outs if routed else [], model.config))
-        stages += _prompt_stage(model, completions, again)
+        if kernels == "sglang":
+            stages, gap = _score_on_stock(model, completions, again, temperatures)
+        else:
+            trace = _trace(completions, outs if routed else [], model.config)
+            stages, gap = score(model, completions, temperatures, trace)
+            stages += _prompt_stage(model, completions, again)
     on_step("transformers")
     with timed(seconds, "transformers"):
         contrast = contrast_gap(checkpoint, completions, temperatures)
     rescored = _rescored(completions, again, temperatures)
-    return EngineAlignment(
-        model.spec.fingerprint(), completions, stages, [], gap, contrast, seconds, server, identity is None, rescored
-    )
+    found = completions, stages, [], gap, contrast, seconds, server, identity is None, rescored, kernels, why_own or ""
+    return EngineAlignment(model.spec.fingerprint(), *found)
 
 
 def sample(
@@ -159,6 +180,25 @@ def _prompt_stage(model: Any, completions: Sequence[Completion], again: Sequence
         return []
     (stage,), _ = score(model, some, [1.0] * len(some), trace)
     return [replace(stage, stage="prompt_log_prob")]
+
+
+def _score_on_stock(
+    model: Any, completions: Sequence[Completion], again: Sequence[Output], temperatures: Sequence[float]
+) -> tuple[list[StageResult], Gap]:
+    """The learner on SGLang's kernels: every token against the server's prefill, and the gap to what was emitted."""
+    sequences, kernels = [c.prompt_ids + c.token_ids for c in completions], stock.SglangKernels()
+    ours = stock.log_probs(model, sequences, kernels)
+    prefill = Trace(["log_prob"])
+    for c, ids, out in zip(completions, sequences, again, strict=True):
+        prefill.note_log_probs(c.request_id, range(1, len(ids)), out.prompt_log_probs)
+    comparing = ComparingTrace(prefill)
+    for c, ids, scores_L in zip(completions, sequences, ours, strict=True):
+        comparing.note_log_probs(c.request_id, range(1, len(ids)), scores_L)
+    if any(t != 1 for t in temperatures):
+        ours = stock.log_probs(model, sequences, kernels, temperatures)
+    emitted = torch.tensor([x for c in completions for x in c.log_probs])
+    sampled = torch.cat([scores_L[len(c.prompt_ids) - 1 :] for c, scores_L in zip(completions, ours, strict=True)])
+    return [replace(r, stage="prefill_log_prob") for r in comparing.results()], log_prob_gap(emitted, sampled)
 
 
 def _rescored(completions: Sequence[Completion], again: Sequence[Output], temperatures: Sequence[float]) -> Gap | str:
