@@ -4,6 +4,7 @@ The operators exchanged are here the learner's own, so the log-probs must be the
 compute is compared on a GPU: alignment_tests/plugin/h200.py stock.
 """
 
+import json
 import re
 from types import SimpleNamespace
 
@@ -12,12 +13,19 @@ import torch
 
 from alignment_tests.learner.tiny import random_sequences, tiny_model
 from alignment_tests.plugin import stock_mutations
+from alignment_tests.plugin.fake import Fake
 from alignment_tests.plugin.own_kernels import OwnKernels
 from minitransformer.alignment.compare import ComparingTrace
 from minitransformer.alignment.trace import Trace
+from minitransformer.cli import main
+from minitransformer.errors import InputError
 from minitransformer.learner.learner import Learner
 from minitransformer.plugins.sglang import stock
+from minitransformer.plugins.sglang.align import EngineAlignment, align_engine
+from minitransformer.plugins.sglang.client import Client
+from minitransformer.sampler.sequence import SamplingParams
 
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [11], [1, 2, 3, 4, 5, 6, 7, 8, 30, 31]]
 ALL_SPARSE = dict(sparse_layers=(True,) * 3)
 SERVER = {"enable_deterministic_inference": True, "attention_backend": "triton", "moe_runner_backend": "triton"}
 
@@ -82,3 +90,65 @@ def test_when_it_can(changes, server, words, monkeypatch):
     model = on_gpu(tiny_model(0, **{"head_dim": 64, **ALL_SPARSE, **changes}))
     found = stock.unable(model, SERVER | server)
     assert (found is None) if words is None else re.search(words, found), found
+
+
+@pytest.fixture
+def exchanged(monkeypatch):
+    """As on a GPU, with the learner's operators for SGLang's."""
+    monkeypatch.setattr(stock, "unable", lambda model, server: None)
+    monkeypatch.setattr(stock, "SglangKernels", OwnKernels)
+
+
+def run(server: Fake, temperature: float = 1.0) -> EngineAlignment:
+    params = [SamplingParams(6, temperature, seed=i) for i in range(len(PROMPTS))]
+    return align_engine(tiny_model(0, **ALL_SPARSE), Client(server.url), PROMPTS, params, stock_kernels=True)
+
+
+def test_the_servers_prefill_is_compared(exchanged):
+    with Fake(tiny_model(0, **ALL_SPARSE), stock=True) as server:
+        for temperature in (1.0, 0.7):
+            found = run(server, temperature)
+            assert found.equal and found.kernels == "sglang" and found.gap.differing == 0
+            assert [(r.stage, r.rows) for r in found.stages] == [("prefill_log_prob", 35)]
+        server.model.layers[0].eps = 1e-3
+        found = run(server)
+        assert not found.equal and found.stages[0].differing > 30
+
+
+def test_another_decode_is_shown_but_no_difference(exchanged):
+    with Fake(tiny_model(0, **ALL_SPARSE), stock=True) as server:
+        whole = server.generate
+
+        def generate(body):
+            answers = whole(body)
+            for meta in (a["meta_info"] for a in answers):
+                meta["output_token_logprobs"] = [[x - 0.5, *more] for x, *more in meta["output_token_logprobs"]]
+            return answers
+
+        server.generate = generate
+        found = run(server)
+    assert found.equal and (found.gap.differing, found.gap.tokens) == (18, 18) and found.rescored == found.gap
+
+
+def test_stock_of_a_server_with_our_model(exchanged):
+    with Fake(tiny_model(0)) as server, pytest.raises(InputError, match="serves miniTransformer's model"):
+        run(server)
+
+
+def test_where_it_cannot_the_learner_keeps_its_operators():
+    with Fake(tiny_model(0, **ALL_SPARSE), stock=True) as server:
+        found = run(server)
+    assert found.kernels == "own" and re.search("SGLang.* (not|is) installed|need a GPU", found.why_own), found.why_own
+    assert found.equal and {r.stage for r in found.stages} == {"log_prob", "prompt_log_prob"}
+
+
+def test_the_command(exchanged, tmp_path, capsys):
+    tiny_model(0, **ALL_SPARSE).save_pretrained(tmp_path / "model")
+    (tmp_path / "prompts").write_text("".join(json.dumps({"ids": ids}) + "\n" for ids in PROMPTS))
+    with Fake(tiny_model(0, **ALL_SPARSE), stock=True) as server:
+        line = f"align --model {tmp_path}/model --prompts {tmp_path}/prompts --no-contrast --max-new-tokens 4 --stock"
+        assert main([*line.split(), "--sampler", server.url, "--json", str(tmp_path / "found.json")]) == 0
+    out = capsys.readouterr().out
+    said = "EQUAL: 0 of 29 log-probs of SGLang's own prefill differ from the learner's on SGLang's kernels; of what"
+    assert said in out and "learner, SGLang's kernels" in out
+    assert json.loads((tmp_path / "found.json").read_text())["kernels"] == "sglang"
