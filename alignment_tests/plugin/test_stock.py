@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from alignment_tests.learner.tiny import random_sequences, tiny_model
+from alignment_tests.learner.tiny import random_sequences, tiny_config, tiny_model
 from alignment_tests.plugin import stock_mutations
 from alignment_tests.plugin.fake import Fake
 from alignment_tests.plugin.own_kernels import OwnKernels
@@ -23,6 +23,7 @@ from minitransformer.learner.learner import Learner
 from minitransformer.plugins.sglang import stock
 from minitransformer.plugins.sglang.align import EngineAlignment, align_engine
 from minitransformer.plugins.sglang.client import Client
+from minitransformer.plugins.sglang.identity import refuse_for_stock
 from minitransformer.sampler.sequence import SamplingParams
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [11], [1, 2, 3, 4, 5, 6, 7, 8, 30, 31]]
@@ -133,6 +134,11 @@ def test_another_decode_is_shown_but_no_difference(exchanged):
 def test_stock_of_a_server_with_our_model(exchanged):
     with Fake(tiny_model(0)) as server, pytest.raises(InputError, match="serves miniTransformer's model"):
         run(server)
+
+
+def test_tied_embeddings():
+    with pytest.raises(InputError, match="tied.*leaves it unloaded"):
+        refuse_for_stock(tiny_config(tie_word_embeddings=True, **ALL_SPARSE))
 
 
 def test_where_it_cannot_the_learner_keeps_its_operators():

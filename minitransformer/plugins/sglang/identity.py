@@ -53,6 +53,11 @@ def refuse_for_stock(config: Any) -> None:
             f"layer {dense[0]} is dense, but SGLang's own Qwen3-MoE makes every layer sparse and never loads such "
             "weights: a stock server's log-probs of this model mean nothing"
         )
+    if config.tie_word_embeddings:
+        raise InputError(
+            "the embeddings are tied, but SGLang's own Qwen3-MoE has a head of its own and leaves it unloaded: a stock "
+            "server's log-probs of this model mean nothing"
+        )
 
 
 def _forward(entries: Mapping[str, Any]) -> dict[str, Any]:
