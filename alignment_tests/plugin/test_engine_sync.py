@@ -186,7 +186,9 @@ def test_align_starts_a_stock_server(tmp_path, capsys):
     (tmp_path / "prompts").write_text("".join(f'{{"ids": {ids}}}\n' for ids in P[:3]))
     line = f"--model {tmp_path}/model --prompts {tmp_path}/prompts --no-contrast".split()
     assert main(["align", *line, "--sampler", "sglang", "--stock"]) == 1
-    assert "a STOCK server, SGLang's own model" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "a STOCK server, SGLang's own model" in out
+    assert "the learner runs on its own operators: SGLang's kernels need a GPU" in out
 
 
 def test_align_starts_a_server(checkpoint, tmp_path, capsys):
