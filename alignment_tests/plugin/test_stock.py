@@ -5,7 +5,9 @@ compute is compared on a GPU: alignment_tests/plugin/h200.py stock.
 """
 
 import json
+import os
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -134,6 +136,13 @@ def test_another_decode_is_shown_but_no_difference(exchanged):
 def test_stock_of_a_server_with_our_model(exchanged):
     with Fake(tiny_model(0)) as server, pytest.raises(InputError, match="serves miniTransformer's model"):
         run(server)
+
+
+def test_kernels_that_cannot_be_loaded(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with pytest.raises(InputError, match="kernels can't be loaded: .*install complete"):
+        stock.SglangKernels()
 
 
 def test_tied_embeddings():

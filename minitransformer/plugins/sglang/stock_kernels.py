@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minitransformer.errors import InputError
+
 # DeepGEMM is another product than the Triton kernel; server and learner must choose the same one.
 ENVIRONMENT = {"SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM": "0"}
 # Of the server whose prefill these operators are.
@@ -27,16 +29,19 @@ NOT_QUANTISED = dict.fromkeys(
 
 
 class SglangKernels:
-    """The operators of one forward pass. Importing them needs SGLang and a CUDA device."""
+    """The operators of one forward pass. InputError where SGLang's can't be imported; they need a CUDA device."""
 
     def __init__(self) -> None:
         os.environ.update(ENVIRONMENT)  # read when the module is imported
-        import triton.language as tl
-        from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd_unified
-        from sglang.kernels.ops.attention.rope import apply_rope_inplace_with_kvcache
-        from sglang.kernels.ops.moe.moe_fused_gate import moe_fused_gate
-        from sglang.srt.batch_invariant_ops import batch_invariant_ops
-        from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+        try:
+            import triton.language as tl
+            from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd_unified
+            from sglang.kernels.ops.attention.rope import apply_rope_inplace_with_kvcache
+            from sglang.kernels.ops.moe.moe_fused_gate import moe_fused_gate
+            from sglang.srt.batch_invariant_ops import batch_invariant_ops
+            from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+        except (ImportError, OSError) as error:
+            raise InputError(f"SGLang's kernels can't be loaded: {error}; is its GPU install complete?") from error
 
         self.dense: Any = batch_invariant_ops
         self.moe: Any = fused_moe
