@@ -13,7 +13,6 @@ from minitransformer.ops.gpu import (
     pingpong,
     qkv,
     quantised_linear,
-    quantised_rows,
     rms_norm,
     rope,
     router,
@@ -108,18 +107,9 @@ def _quantised() -> Iterator[tuple]:
             for decode in (False, True):
                 name = f"{K} {kind}{' decoded' if decode else ''}"
                 slots, rows = (8, 512) if decode else (0, 1 << 14)
-                types = (kind, "*fp32", "*i64", "*u8", "*u8", "*fp32", "*bf16", "*i32", "i32!", "i32!")
-                constants = (K, *nvfp4.tile(K, 16, rows), slots, decode, FOUND["nvfp4.quantize"], FOUND["nvfp4.amax"])
-                yield f"nvfp4 {name}", nvfp4.quantize_kernel, types, constants
                 types = (kind, "*i64", "*u8", "*u8", "*bf16", "*i32", "i32!")
-                constants = (K, *nvfp4.tile(K, 32, rows), slots, decode, FOUND["mxfp8.quantize"])
+                constants = (K, *mxfp8.tile(K, rows), slots, decode, FOUND["mxfp8.quantize"])
                 yield f"mxfp8 {name}", mxfp8.quantize_kernel, types, constants
-    types = ("*i64", "*bf16", "*u8", "*u8", "*fp32", "*bf16", "*i32", "i32!")
-    for K, columns in ((576, 1024), (768, 1024), (2048, 2048)):
-        for gather in (True, False):
-            constants = (K, columns, 2048 // columns, 8, gather, FOUND["experts.down"])
-            name, kind = f"quantised_rows {K} {'gather' if gather else 'swiglu'}", "*bf16" if gather else "*fp32"
-            yield name, quantised_rows.rows_kernel, (kind, *types), constants
     yield "nvfp4 decode", nvfp4.decode_kernel, ("*u8", "*u8", "*bf16", "i32!"), (256,)
     yield "mxfp8 decode", mxfp8.decode_kernel, ("*u8", "*u8", "*bf16", "i32!"), (128,)
     for kind in ("*bf16", "*fp32"):

@@ -10,12 +10,23 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed: nothing to compile")
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
 from alignment_tests.gpu.compile_all import Case, resources, row_cases, tensor_core_cases
 from minitransformer.errors import UnsupportedDevice
-from minitransformer.ops.gpu import attention, attention_tiles, cuda, linear, quantised_linear, rms_norm
+from minitransformer.ops.gpu import (
+    attention,
+    attention_tiles,
+    cuda,
+    linear,
+    mxfp8,
+    nvfp4,
+    quantised_linear,
+    quantised_rows,
+    rms_norm,
+)
 
 # FP32 arithmetic in PTX that an operator may contain beside the tensor core's; an FMA only where tl.fma stands.
 PLAIN = {"mul.rn.f32", "add.rn.f32", "sub.rn.f32", "max.f32", "setp.num.f32", "setp.nan.f32"}
@@ -36,8 +47,7 @@ EXP = {"fma.rn.f32", "div.rn.f32"}
 ROWS = {
     "rms_norm": {"div.rn.f32", "sqrt.rn.f32"}, "rope": set(), "router": EXP, "qkv": {"div.rn.f32", "sqrt.rn.f32"},
     "plan": set(), "combine": set(),
-    "nvfp4": {"div.rn.f32", "min.f32"}, "mxfp8": set(), "refuse": set(),
-    "quantised_rows": EXP | {"min.f32"}, "schedule": set(),
+    "nvfp4": set(), "mxfp8": {"cvt.rn.satfinite.e4m3x2.f32"}, "refuse": set(), "schedule": set(),
     "combine_weighted": {"fma.rn.f32"}, "copy": set(), "spread": set(), "embedding": set(), "swiglu": EXP,
     "logprob": EXP | {"cvt.rn.f32"},
     "backward": {"div.rn.f32", "cvt.f64.f32", "add.rn.f64", "mul.rn.f64", "fma.rn.f64"},
@@ -83,26 +93,30 @@ def test_row_operator_compiles_to_the_arithmetic_of_the_spec(case: Case):
     assert " 0 B stack" in resources(compiled), "spills"
 
 
-def _cubin(defines: tuple[tuple[str, int], ...], folder: Path) -> bytes:
+def _cubin(file: str, defines: tuple[tuple[str, int], ...], folder: Path) -> bytes:
     """By NVRTC as on a GPU, or by nvcc; skipped where this machine has neither."""
     try:
-        return cuda.compile_source(quantised_linear.SOURCE, defines)
+        return cuda.compile_source(file, defines)
     except UnsupportedDevice:
         if shutil.which("nvcc") is None:
             pytest.skip("neither NVRTC nor nvcc is installed")
-    source, out = Path(cuda.__file__).with_name(quantised_linear.SOURCE), folder / "out.cubin"
+    source, out = Path(cuda.__file__).with_name(file), folder / "out.cubin"
     options = [*cuda.OPTIONS, "-arch=sm_90", "-cubin", *(f"-D{name}={value}" for name, value in defines)]
     subprocess.run(["nvcc", *options, "-o", out, source], check=True)
     return out.read_bytes()
+
+
+def _sass(file: str, defines: tuple[tuple[str, int], ...], folder: Path) -> str:
+    (folder / "code").write_bytes(_cubin(file, defines, folder))
+    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    return subprocess.run([tool, "-sass", folder / "code"], capture_output=True, text=True).stdout
 
 
 @pytest.mark.parametrize("schedule", quantised_linear.PACKED_CANDIDATES, ids=str)
 def test_the_packed_product_compiles_to_the_arithmetic_of_the_spec(schedule, tmp_path):
     """Machine code: the tensor core, exact BF16 products, FP32 multiplications of the epilogue, and no other floats."""
     for exact in (False, True):
-        (tmp_path / "code").write_bytes(_cubin(schedule.defines(exact, fp32=not exact), tmp_path))
-        tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
-        text = subprocess.run([tool, "-sass", tmp_path / "code"], capture_output=True, text=True).stdout
+        text = _sass(quantised_linear.SOURCE, schedule.defines(exact, fp32=not exact), tmp_path)
         found = set(re.findall(r"\b([HFD](?:MMA|MUL|ADD|FMA|SETP|SET)2?\b[.\w]*)", text))
         names = {name.split(".")[0] for name in found}
         # HFMA2 is a product too: the compiler spreads them over two pipes, adding -0.
@@ -110,6 +124,23 @@ def test_the_packed_product_compiles_to_the_arithmetic_of_the_spec(schedule, tmp
         assert not any("FTZ" in name for name in found)
         assert "HMMA.16816.F32.BF16" in found
         assert text.count("STL") <= 8, "spills"  # values that only the epilogue needs
+
+
+FORMS = ((torch.bfloat16, False, 2), (torch.bfloat16, True, 1), (torch.float32, True, 2))  # dtype, decode, steps
+QUANTISERS = [nvfp4.defines(K, *form) for K in (576, 768, 2048) for form in FORMS]
+QUANTISERS += [quantised_rows.defines(K, gather) for K in (576, 768, 2048, 8192) for gather in (True, False)]
+
+
+@pytest.mark.parametrize("defines", QUANTISERS, ids=str)
+def test_the_nvfp4_quantiser_compiles_to_the_arithmetic_of_the_spec(defines, tmp_path):
+    """Machine code. FFMA beside the ramps: divisions (FFMA.FTZ on scaled operands among them), codes, exp2_32."""
+    text = _sass(nvfp4.SOURCE, defines, tmp_path)
+    found = set(re.findall(r"\b([HFD](?:MMA|MUL|ADD|FMA|MNMX|SETP|SET)2?\b[.\w]*)", text))
+    assert {"FFMA", "FFMA.SAT", "FMUL", "FADD"} <= found
+    names = {name.split(".")[0] for name in found}
+    assert names <= {"FFMA", "FMUL", "FADD", "FMNMX", "FSETP", "HMUL2", "HFMA2"}, found
+    assert "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C" in text
+    assert "STL" not in text, "spills"
 
 
 @pytest.mark.parametrize(("K", "rows"), [(K, R) for K in (64, 96, 576, 768, 2048, 8192) for R in (1, 512, 1 << 13)])
@@ -124,6 +155,8 @@ def test_the_chosen_packed_schedules_are_candidates(K, rows):
 @pytest.mark.parametrize("case", row_cases()[::4], ids=lambda case: case.name.replace(" ", "-"))
 def test_row_operator_compiles_elsewhere(case: Case, capability: int):
     """Compiled for sm_80 and sm_100a, never run there: a break is seen, bits are not claimed."""
+    if case.kernel is mxfp8.quantize_kernel and capability < 89:
+        pytest.skip("the conversion to E4M3 is an instruction from sm_89 on")
     ptx = case.compile(GPUTarget("cuda", capability, 32)).asm["ptx"]
     assert ".ftz" not in ptx
 

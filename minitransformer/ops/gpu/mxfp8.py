@@ -8,7 +8,7 @@ from torch import Tensor
 from minitransformer.ops import mxfp8
 from minitransformer.ops.gpu import device
 from minitransformer.ops.gpu.launch import cdiv, on, quick
-from minitransformer.ops.gpu.nvfp4 import bits_of, e4m3_bits, e4m3_value, float_of, rows_of, tile
+from minitransformer.ops.gpu.nvfp4 import bits_of, e4m3_value, float_of, rows_of
 from minitransformer.ops.gpu.tiles import to_bf16
 
 
@@ -35,11 +35,12 @@ def quantize_kernel(
     top = tl.max(bits_of(x) & 0x7FFFFFFF, 2)
     field = tl.maximum((top >> 23) - 8, 0)
     y = x * float_of((254 - field) << 23)[:, :, None]
-    code = e4m3_bits(tl.abs(y)) | ((bits_of(y) >> 24) & 0x80)
-    tl.store(codes_ptr + at, code.to(tl.uint8), mask=inside[:, :, None])
+    # The hardware's conversion (cvt.rn.satfinite): nearest even, saturating at 448, the sign of -0 kept.
+    code = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    tl.store(codes_ptr + at, code, mask=inside[:, :, None])
     tl.store(scales_ptr + row[:, None] * (K // 32) + b[None, :], field.to(tl.uint8), mask=inside)
     if DECODE:
-        tl.store(decoded_ptr + at, decoded(code, field[:, :, None]), mask=inside[:, :, None])
+        tl.store(decoded_ptr + at, decoded(code.to(tl.int32), field[:, :, None]), mask=inside[:, :, None])
     bad = inside & (top >= 0x7F800000)
     name = row if SLOTS == 0 else tl.load(order_ptr + row, mask=row < rows, other=0) // SLOTS
     name = tl.broadcast_to(name.to(tl.int32)[:, None], bad.shape)
@@ -57,6 +58,12 @@ def decode_kernel(codes_ptr, scales_ptr, out_ptr, blocks, BLOCKS: tl.constexpr):
     tl.store(out_ptr + at, decoded(code, field[:, None]), mask=(b < blocks)[:, None])
 
 
+def tile(K: int, rows: int) -> tuple[int, int]:
+    """(columns, rows) of a program of quantize_kernel, no column idle; moves no bit."""
+    columns = min(2048, K & -K)
+    return columns, max(1, (4096 if rows >= 4096 else 2048) // columns)
+
+
 def quantize(
     x: Tensor, decode: bool = False, fault: str = "mxfp8.quantize", plan=None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -66,7 +73,7 @@ def quantize(
     scales = torch.empty(*x.shape[:-1], K // mxfp8.BLOCK, dtype=torch.uint8, device=home)
     out = torch.empty(x.shape, dtype=torch.bfloat16, device=home) if decode else None
     if rows.numel():
-        columns, count = tile(K, mxfp8.BLOCK, rows.shape[0])
+        columns, count = tile(K, rows.shape[0])
         order, slots = (codes, 0) if plan is None else (plan.order_R, plan.rows_TK.shape[1])
         with on(home):
             quantize_kernel[(cdiv(rows.shape[0], count), cdiv(K, columns))](

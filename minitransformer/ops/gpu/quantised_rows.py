@@ -5,53 +5,23 @@ backward is the producer's. A row that is not finite leaves its token in the slo
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from minitransformer.ops import dispatch
 from minitransformer.ops import swiglu as swiglu_op
 from minitransformer.ops.autograd import apply
-from minitransformer.ops.gpu import device
-from minitransformer.ops.gpu.launch import cdiv, next_power_of_2, on, quick
-from minitransformer.ops.gpu.nvfp4 import bits_of, float_of, outer_of, quantised, store_quantised
-from minitransformer.ops.gpu.scalar import silu_32
-from minitransformer.ops.gpu.tiles import to_bf16
+from minitransformer.ops.gpu import cuda, device
+from minitransformer.ops.gpu.launch import on
+from minitransformer.ops.gpu.nvfp4 import SOURCE, aligned
 from minitransformer.ops.nvfp4 import BLOCK, Nvfp4
 
-LONGEST = 8192  # a row is in the registers of one program
+LONGEST = 8192  # a row is one block of threads, a thread has at most one block of 16
 
 
-@quick
-@triton.jit(do_not_specialize=["rows"])
-def rows_kernel(
-    x_ptr, order_ptr, y_ptr, codes_ptr, scales_ptr, outer_ptr, decoded_ptr, faults_ptr, rows,
-    K: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, GATHER: tl.constexpr,
-    SLOT: tl.constexpr,
-):  # fmt: skip
-    """GATHER: x [tokens, K] BF16, y[r] = x[order[r] // SLOTS]. Else x [rows, 2K] FP32, y = silu(gate) * up."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    token = tl.load(order_ptr + row, mask=row < rows, other=0) // SLOTS
-    b = tl.arange(0, COLUMNS // 16)
-    inside = (row < rows)[:, None] & (b < K // 16)[None, :]
-    column = b[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
-    if GATHER:
-        y = tl.load(x_ptr + token[:, None, None] * K + column, mask=inside[:, :, None], other=0.0)
-    else:
-        at = row[:, None, None] * (2 * K) + column
-        gate = tl.load(x_ptr + at, mask=inside[:, :, None], other=0.0)
-        up = tl.load(x_ptr + at + K, mask=inside[:, :, None], other=0.0)
-        y = to_bf16(silu_32(gate) * up)
-    tl.store(y_ptr + row[:, None, None] * K + column, y, mask=inside[:, :, None])
-    x = y.to(tl.float32)
-    top = tl.max(bits_of(x) & 0x7FFFFFFF, 2)
-    row_top = tl.max(tl.where(inside, top, 0), 1)
-    s_enc, s_dec = outer_of(float_of(row_top))
-    tl.store(outer_ptr + row, s_dec, mask=row < rows)
-    code, d, scale = quantised(x, top, s_enc, s_dec)
-    store_quantised(codes_ptr, scales_ptr, decoded_ptr, row, b, inside, code, d, scale, K, True)
-    bad = (row < rows) & (row_top >= 0x7F800000)
-    tl.atomic_min(faults_ptr + SLOT + tl.zeros_like(row), token.to(tl.int32), mask=bad, sem="relaxed")
+def defines(K: int, gather: bool) -> tuple[tuple[str, int], ...]:
+    """What nvfp4_quantize.cu is compiled with; the last is the number of threads."""
+    threads = min(512, -(-K // 256) * 32)  # eight elements each
+    return ("K", K), ("WIDE", 0), ("DECODE", 1), ("STEPS", 1), ("GATHER", int(gather)), ("THREADS", threads)
 
 
 def _launch(x: Tensor, plan, K: int, gather: bool) -> tuple[Tensor, ...]:
@@ -62,13 +32,12 @@ def _launch(x: Tensor, plan, K: int, gather: bool) -> tuple[Tensor, ...]:
     codes, scales = (torch.empty(R, K // n, dtype=torch.uint8, device=home) for n in (2, BLOCK))
     outer = torch.empty(R, device=home)
     if y.numel():
-        columns = next_power_of_2(K)
-        count = max(1, 2048 // columns)
-        where = device.slot("experts.gate_up" if gather else "experts.down")
+        where, how = device.slot("experts.gate_up" if gather else "experts.down"), defines(K, gather)
         with on(home):
-            rows_kernel[(cdiv(R, count),)](
-                x, order, y, codes, scales, outer, decoded, device.faults(home), R,
-                K, columns, count, plan.rows_TK.shape[1], gather, where, num_warps=4, **device.ROWS,
+            cuda.launch(
+                cuda.kernel(home, SOURCE, "produce", how), R, dict(how)["THREADS"], 0,
+                (aligned(x), order, y, codes, scales, outer, decoded, device.faults(home),
+                 plan.rows_TK.shape[1], where),
             )  # fmt: skip
     return y, codes, scales, outer, decoded
 
@@ -102,7 +71,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def serves(columns: int) -> bool:
-    """Whether a row of x fits one program and has whole blocks (2F columns for swiglu)."""
+    """Whether a row of x fits one block of threads and has whole blocks of 16 (2F columns for swiglu)."""
     return columns % (2 * BLOCK) == 0 and columns <= LONGEST
 
 
