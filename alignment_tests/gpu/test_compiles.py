@@ -126,7 +126,7 @@ def test_the_packed_product_compiles_to_the_arithmetic_of_the_spec(schedule, tmp
         assert text.count("STL") <= 8, "spills"  # values that only the epilogue needs
 
 
-FORMS = ((torch.bfloat16, False, 2), (torch.bfloat16, True, 1), (torch.float32, True, 2))  # dtype, decode, steps
+FORMS = ((torch.bfloat16, False, 4), (torch.bfloat16, True, 1), (torch.float32, True, 4))  # dtype, decode, steps
 QUANTISERS = [nvfp4.defines(K, *form) for K in (576, 768, 2048) for form in FORMS]
 QUANTISERS += [quantised_rows.defines(K, gather) for K in (576, 768, 2048, 8192) for gather in (True, False)]
 

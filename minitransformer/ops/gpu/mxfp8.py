@@ -13,6 +13,15 @@ from minitransformer.ops.gpu.tiles import to_bf16
 
 
 @triton.jit
+def e4m3_bits(v):
+    """Non-negative FP32 -> E4M3 bits, nearest even, saturating at 448."""
+    u = bits_of(v)
+    normal = ((u + 0x7FFFF + ((u >> 20) & 1)) >> 20) - 960
+    subnormal = bits_of(v + 16384.0) - 0x46800000  # an ulp at 2^14 is 2^-9
+    return tl.where(v >= 448.0, 0x7E, tl.where(v < 0.015625, subnormal, normal))
+
+
+@triton.jit
 def decoded(code, field):
     """bf16(E4M3 * 2^(field - 127)); the product in FP32 rounds where it is subnormal, as on the CPU."""
     power = float_of(tl.where(field == 0, 0x00400000, field << 23))  # 255 << 23 is infinity; E8M0 has NaN there
@@ -35,12 +44,14 @@ def quantize_kernel(
     top = tl.max(bits_of(x) & 0x7FFFFFFF, 2)
     field = tl.maximum((top >> 23) - 8, 0)
     y = x * float_of((254 - field) << 23)[:, :, None]
-    # The hardware's conversion (cvt.rn.satfinite): nearest even, saturating at 448, the sign of -0 kept.
-    code = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    tl.store(codes_ptr + at, code, mask=inside[:, :, None])
+    if DECODE:  # what Triton 3.6 made of the conversion's bytes as integers was wrong
+        code = e4m3_bits(tl.abs(y)) | ((bits_of(y) >> 24) & 0x80)
+        tl.store(codes_ptr + at, code.to(tl.uint8), mask=inside[:, :, None])
+    else:  # cvt.rn.satfinite: nearest even, saturating at 448, the sign of -0 kept
+        tl.store(codes_ptr + at, y.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=inside[:, :, None])
     tl.store(scales_ptr + row[:, None] * (K // 32) + b[None, :], field.to(tl.uint8), mask=inside)
     if DECODE:
-        tl.store(decoded_ptr + at, decoded(code.to(tl.int32), field[:, :, None]), mask=inside[:, :, None])
+        tl.store(decoded_ptr + at, decoded(code, field[:, :, None]), mask=inside[:, :, None])
     bad = inside & (top >= 0x7F800000)
     name = row if SLOTS == 0 else tl.load(order_ptr + row, mask=row < rows, other=0) // SLOTS
     name = tl.broadcast_to(name.to(tl.int32)[:, None], bad.shape)
