@@ -47,20 +47,24 @@ KINDS = {"bf16": [], "packed": [], "nvfp4": RECIPE, "stock": STOCK,
          "deterministic": [*STOCK, "--enable-deterministic-inference"]}  # fmt: skip
 
 
-def checkpoint(directory: Path, sizes: dict, seed: int = 0) -> None:
-    """Random weights of the size 1 / sqrt(fan-in)."""
+def made(sizes: dict, seed: int = 0, device: str | None = None) -> Qwen3MoeForCausalLM:
+    """Random weights of the size 1 / sqrt(fan-in), the same again for the same kind of device."""
     config = Qwen3MoeConfig(
         norm_topk_prob=True, sparse_layers=(True,) * sizes["num_layers"], rms_eps=1e-6, rope_theta=1e6,
         max_positions=4096, **{"tie_word_embeddings": False} | sizes,
     )  # fmt: skip
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = Qwen3MoeForCausalLM(config)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model = Qwen3MoeForCausalLM(config).to_empty(device=device)
     rng = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            noise = torch.randn(p.shape, generator=rng, device=device, dtype=torch.bfloat16)
-            p.copy_(1 + 0.1 * noise if "norm" in name else noise * p.shape[-1] ** -0.5)
-    model.save_pretrained(directory)
+            p.normal_(generator=rng)
+            p.mul_(0.1).add_(1) if "norm" in name else p.mul_(p.shape[-1] ** -0.5)
+    return model
+
+
+def sizes_of(args: argparse.Namespace, name: str) -> dict:
+    return SIZES[name] | ({"num_layers": args.layers} if name == "wide" else {})
 
 
 def arguments(args: argparse.Namespace, name: str) -> tuple[str, list[str], bool]:
@@ -85,10 +89,7 @@ def keep(args: argparse.Namespace) -> int:
         size, more, stock = arguments(args, name)
         began, url = time.monotonic(), args.directory / f"{name}.url"
         try:
-            # A stub in flashinfer's place must not be taken for it: sgl_kernel has norms of its own.
-            absent = {"MT_ABSENT": "flashinfer.norm"}
-            with Server(args.directory / size, more, cpu=args.cpu, stock=stock, timeout=args.timeout,
-                        extra_environment=absent) as server:  # fmt: skip
+            with Server(args.directory / size, more, cpu=args.cpu, stock=stock, timeout=args.timeout) as server:
                 print(f"{name}: up in {time.monotonic() - began:.1f} s; {' '.join(more)}; {server.log}", flush=True)
                 if not stock:
                     assert "miniTransformer is live" in server.log.read_text("utf-8", "replace"), server.log
@@ -135,7 +136,7 @@ def table(args: argparse.Namespace, name: str) -> int:
     """The law table of one engine. -> how many elements differ in all."""
     size, kind, *_ = name.split("-")
     c, _ = connect(args, name)
-    model = Qwen3MoeForCausalLM.from_pretrained(args.directory / size, device="cpu" if args.cpu else "cuda")
+    model = made(sizes_of(args, size))
     model.set_recipe("bf16" if kind == "bf16" else "nvfp4_per_token")
     assert c.identity()["fingerprint"] == model.spec.fingerprint()
     ids = laws.prompts((5, 1, 37, 64, 65, 90, 16, 200), 1024)
@@ -147,6 +148,7 @@ def table(args: argparse.Namespace, name: str) -> int:
         "learner against engine": lambda: laws.learner_equals_engine(model, c, ids),
         "learner against engine, temperature 0.6": lambda: laws.learner_equals_engine(model, c, ids, 0.6),
         "alone against a batch of 2": lambda: laws.alone_equals_batch(c, ids[2:4], 1.0, 8),
+        "alone against a batch of 5, padded to 8": lambda: laws.alone_equals_batch(c, ids[:5], 1.0, 8),
         "alone against a batch of 8": lambda: laws.alone_equals_batch(c, ids, 1.0, 8),
         "alone against a batch of 32": lambda: laws.alone_equals_batch(c, crowd, 0.6, 8),
         "two runs": lambda: laws.two_runs(c, ids),
@@ -169,20 +171,21 @@ def table(args: argparse.Namespace, name: str) -> int:
 
 
 def speed(args: argparse.Namespace) -> None:
-    """Output tokens a second of engines one after the other, log-probs returned. Decode: the tokens after the first."""
+    """Output tokens a second, log-probs returned, the engines by turns; decode: the tokens after the first."""
     results: dict[str, dict[int, float]] = {name: {} for name in args.names}
-    print(f"{'engine':<24} {'batch':>5} {'seconds':>8} {'tokens/s':>9} {'first token s':>13} {'decode tokens/s':>15}")
+    print(f"{'engine':<26} {'batch':>5} {'seconds':>8} {'tokens/s':>9} {'first token s':>13} {'decode tokens/s':>15}")
     for batch in args.batches:
-        for name in args.names:
+        ids, took = laws.prompts([args.input] * batch, 1000, batch), {name: [[], []] for name in args.names}
+        for name in args.names * args.repeats:
             try:
-                c, _ = connect(args, name)
-                ids = laws.prompts([args.input] * batch, 1000, batch)
-                whole, first = (min(seconds(c, ids, n) for _ in range(args.repeats)) for n in (args.output, 1))
-                rate = results[name][batch] = batch * args.output / whole
-                decode = batch * (args.output - 1) / max(whole - first, 1e-9)
-                print(f"{name:<24} {batch:>5} {whole:>8.3f} {rate:>9.0f} {first:>13.3f} {decode:>15.0f}", flush=True)
+                for found, new_tokens in zip(took[name], (args.output, 1), strict=True):
+                    found.append(seconds(connect(args, name)[0], ids, new_tokens))
             except Exception as error:  # one engine that fails must not take the others' numbers along
                 print(f"{name}: batch {batch}: {type(error).__name__}: {error}", flush=True)
+        for name, (whole, first) in ((name, map(min, both)) for name, both in took.items() if all(both)):
+            results[name][batch] = rate = batch * args.output / whole
+            decode = batch * (args.output - 1) / max(whole - first, 1e-9)
+            print(f"{name:<26} {batch:>5} {whole:>8.3f} {rate:>9.0f} {first:>13.3f} {decode:>15.0f}", flush=True)
     print(json.dumps(results))
 
 
@@ -202,7 +205,7 @@ def transfers(args: argparse.Namespace) -> int:
     for name in args.names:
         c, _ = connect(args, name)
         size, kind, *_ = name.split("-")
-        model = Qwen3MoeForCausalLM.from_pretrained(args.directory / size, device="cpu" if args.cpu else "cuda")
+        model = made(sizes_of(args, size))
         model.set_recipe("bf16" if kind == "bf16" else "nvfp4_per_token")
         ids = laws.prompts((5, 37, 64, 200), 1024)
         before = laws.run(c, ids)
@@ -244,7 +247,7 @@ def main() -> int:
             if name.endswith(".packed"):
                 quantise(args.directory / name.split(".")[0], args.directory / name, get("nvfp4_per_token"))
             else:
-                checkpoint(args.directory / name, SIZES[name] | ({"num_layers": args.layers} if name == "wide" else {}))
+                made(sizes_of(args, name)).save_pretrained(args.directory / name)
     elif args.what == "laws":
         return 1 if sum([table(args, name) for name in args.names]) else 0
     else:

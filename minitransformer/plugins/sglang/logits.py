@@ -18,7 +18,8 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from torch import Tensor
 
 from minitransformer.errors import InputError
-from minitransformer.ops import gpu, logprob
+from minitransformer.ops import gpu
+from minitransformer.ops.logprob import forward, logprob
 from minitransformer.ops.rounding import log_32
 from minitransformer.ops.sample import sample
 
@@ -70,7 +71,7 @@ class Wanted:
 
     def score(self, logits_LV: Tensor, ids_L: Tensor, first: int) -> None:
         here = slice(first, first + len(ids_L))
-        self.scores.append(logprob.logprob(logits_LV, ids_L))
+        self.scores.append(logprob(logits_LV, ids_L))
         if self.top is not None:
             self.top_rows += [(v.tolist(), i.tolist()) for v, i in best(logits_LV, self.top[here])]
         if self.ids is not None:
@@ -110,7 +111,7 @@ def chosen(logits_LV: Tensor, ids: Sequence[Any], t: Sequence[float] | None = No
         rows = [l for l, own in enumerate(t) if own == temperature]
         some = logits_LV if len(rows) == len(t) else logits_LV[rows]
         any_id = torch.zeros(len(rows), dtype=torch.int64, device=home)
-        max_sum_L2[rows] = logprob.forward(some, any_id, temperature)[1].cpu()
+        max_sum_L2[rows] = forward(some, any_id, temperature)[1].cpu()
     found = []
     for (m, S), row_V, own, temperature in zip(max_sum_L2.numpy(), logits_LV, ids, t, strict=True):
         these = torch.as_tensor([] if own is None else own, dtype=torch.int64, device=home)
@@ -205,7 +206,7 @@ def draw(logits_LV: Tensor, draws: Sequence[tuple], scored: bool) -> tuple[Tenso
     scores_L, t = logits_LV.new_empty(len(draws)), [d[-1] for d in draws]
     for temperature in dict.fromkeys(t):
         rows = [l for l, own in enumerate(t) if own == temperature]
-        scores_L[rows] = logprob.logprob(logits_LV[rows], ids_L[rows], temperature)
+        scores_L[rows] = logprob(logits_LV[rows], ids_L[rows], temperature)
     return ids_L, scores_L
 
 

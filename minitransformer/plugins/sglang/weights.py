@@ -55,9 +55,11 @@ class Receiver:
         self.model.weights_version += 1  # before the first write: older keys and values are stale from here on
         head = {}
         for name, tensor in tensors:
-            tensor = self._read(name, tensor) if self.missing else tensor
-            if self.places[name].into is not None:
-                self.places[name].into.copy_(tensor)
+            into = place.into if (place := self.places.get(name)) else None
+            if self.missing:  # one after another, so that a GPU may look at its own
+                tensor = self._read(name, tensor if into is None else tensor.to(into.device))
+            if into is not None:
+                into.copy_(tensor)
             head |= {name: tensor} if name == HEAD else {}
             self.missing.discard(name)
         if self.missing:
