@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from alignment_tests.plugin.h200 import TINY, WIDE, made
+from alignment_tests.plugin.h200_engines import TINY, WIDE, made
 from minitransformer.learner.learner import Learner
 from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from minitransformer.models.qwen3_moe.quantise import quantise

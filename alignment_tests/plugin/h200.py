@@ -3,11 +3,12 @@
   python3 -m alignment_tests.plugin.h200 make DIR tiny demo wide    checkpoints of random weights (wide: --layers)
   python3 -m alignment_tests.plugin.h200 keep DIR ENGINE ... &      starts engines all at once; ends them at DIR/stop
   python3 -m alignment_tests.plugin.h200 laws DIR ENGINE ...        the law table, the learner in this process
-  python3 -m alignment_tests.plugin.h200 speed DIR ENGINE ...       one engine after the other, the rest idle
+  python3 -m alignment_tests.plugin.h200 speed DIR ENGINE ...       the engines by turns, the rest idle
   python3 -m alignment_tests.plugin.h200 sync DIR ENGINE ...        new weights by each route, and the old ones again
 
-ENGINE is CHECKPOINT-KIND or CHECKPOINT-KIND-graphs, such as tiny-bf16 or wide-nvfp4-graphs. KIND is bf16, nvfp4 (from
+ENGINE is CHECKPOINT-KIND[-graphs][-VARIANT], such as wide-nvfp4-graphs or tiny-bf16-chunk64. KIND is bf16, nvfp4 (from
 the BF16 checkpoint), packed (from NVFP4 made of it: make tiny.packed), stock or deterministic (SGLang's own model).
+VARIANT (h200_engines.py) is compared with the engine of the name without it, which must be kept too.
 docs/sglang.md says how SGLang gets onto such a machine. --cpu runs all of it on the CPU, to try the script.
 """
 
@@ -16,132 +17,27 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from threading import Thread
 
 import torch
 
 from alignment_tests.plugin import laws
+from alignment_tests.plugin.h200_engines import VARIANTS, connect, keep, made, sizes_of
 from minitransformer.learner.learner import Learner
-from minitransformer.models.qwen3_moe.config import Qwen3MoeConfig
 from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from minitransformer.models.qwen3_moe.quantise import quantise
 from minitransformer.plugins.sglang.client import Client
-from minitransformer.plugins.sglang.launch import Server
 from minitransformer.plugins.sglang.sync import ROUTES, sync
 from minitransformer.recipe import get
 
-TINY = dict(vocab_size=1024, hidden_size=256, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=64,
-            intermediate_size=512, expert_size=128, num_experts=8, top_k=2)  # fmt: skip
-DEMO = dict(vocab_size=49152, hidden_size=576, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64,
-            intermediate_size=1536, expert_size=1536, num_experts=4, top_k=2, tie_word_embeddings=True)  # fmt: skip
-WIDE = dict(vocab_size=151936, hidden_size=2048, num_layers=4, num_heads=32, num_kv_heads=4, head_dim=128,
-            intermediate_size=6144, expert_size=768, num_experts=128, top_k=8)  # fmt: skip
-SIZES = {"tiny": TINY, "demo": DEMO, "wide": WIDE}
-COMMON = ["--random-seed", "1", "--mem-fraction-static", "0.8", "--sleep-on-idle", "--context-length", "2048"]
-EXPERTS = ["--enable-return-routed-experts", "--decode-log-interval", "1"]
-RECIPE = ["--json-model-override-args", '{"minitransformer_recipe": "nvfp4_per_token"}']
-STOCK = ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--moe-runner-backend", "triton",
-         "--cuda-graph-backend-prefill", "disabled"]  # fmt: skip
-KINDS = {"bf16": [], "packed": [], "nvfp4": RECIPE, "stock": STOCK,
-         "deterministic": [*STOCK, "--enable-deterministic-inference"]}  # fmt: skip
+Laws = dict[str, Callable[[], laws.Count]]
 
 
-def made(sizes: dict, seed: int = 0, device: str | None = None) -> Qwen3MoeForCausalLM:
-    """Random weights of the size 1 / sqrt(fan-in), the same again for the same kind of device."""
-    config = Qwen3MoeConfig(
-        norm_topk_prob=True, sparse_layers=(True,) * sizes["num_layers"], rms_eps=1e-6, rope_theta=1e6,
-        max_positions=4096, **{"tie_word_embeddings": False} | sizes,
-    )  # fmt: skip
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = Qwen3MoeForCausalLM(config).to_empty(device=device)
-    rng = torch.Generator(device).manual_seed(seed)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.normal_(generator=rng)
-            p.mul_(0.1).add_(1) if "norm" in name else p.mul_(p.shape[-1] ** -0.5)
-    return model
-
-
-def sizes_of(args: argparse.Namespace, name: str) -> dict:
-    return SIZES[name] | ({"num_layers": args.layers} if name == "wide" else {})
-
-
-def arguments(args: argparse.Namespace, name: str) -> tuple[str, list[str], bool]:
-    """An engine's name -> (checkpoint, its arguments, whether it is stock)."""
-    size, kind, *graphs = name.split("-")
-    stock = kind in ("stock", "deterministic")
-    more = [*COMMON, "--max-total-tokens", str(args.tokens), "--max-running-requests", str(max(args.batches))]
-    more += KINDS[kind]
-    if graphs and not args.cpu:
-        more += ["--cuda-graph-backend-decode", "full", "--cuda-graph-bs-decode", *map(str, args.batches)]
-    elif stock:
-        more += ["--cuda-graph-backend-decode", "disabled"]
-    size += ".packed" if kind == "packed" else ""
-    return size, more + (EXPERTS if args.experts and not stock else []), stock
-
-
-def keep(args: argparse.Namespace) -> int:
-    """Each engine in a thread of its own, which must live as long as it (launch._end_with_parent)."""
-    stop = args.directory / "stop"
-
-    def run(name: str) -> None:
-        size, more, stock = arguments(args, name)
-        began, url = time.monotonic(), args.directory / f"{name}.url"
-        try:
-            with Server(args.directory / size, more, cpu=args.cpu, stock=stock, timeout=args.timeout) as server:
-                print(f"{name}: up in {time.monotonic() - began:.1f} s; {' '.join(more)}; {server.log}", flush=True)
-                if not stock:
-                    assert "miniTransformer is live" in server.log.read_text("utf-8", "replace"), server.log
-                if args.warm:
-                    warm(args, Client(server.url))
-                    print(f"{name}: warm after {time.monotonic() - began:.1f} s", flush=True)
-                partial = url.with_suffix(".new")
-                partial.write_text(json.dumps({"url": server.url, "log": str(server.log)}))
-                partial.rename(url)
-                while not stop.exists() and server.process.poll() is None and time.monotonic() < began + args.lifetime:
-                    time.sleep(0.5)
-        except Exception as error:  # one engine that fails must not take the others along
-            print(f"{name}: {type(error).__name__}: {error}", flush=True)
-            url.write_text(json.dumps({"error": str(error)}))
-
-    threads = [Thread(target=run, args=(name,)) for name in args.names]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return 0
-
-
-def warm(args: argparse.Namespace, client: Client) -> None:
-    """Compiles what the measured batches will call."""
-    for batch in args.batches:
-        laws.run(client, laws.prompts([args.input] * batch, 1000, batch), 1.0, 4, first=-1)
-
-
-def connect(args: argparse.Namespace, name: str) -> tuple[Client, str]:
-    """A kept engine -> (its client, what its log says so far)."""
-    path, end = args.directory / f"{name}.url", time.monotonic() + args.timeout
-    while not path.exists():
-        if time.monotonic() > end:
-            raise TimeoutError(f"{name} is not up after {args.timeout:g} s; is it kept?")
-        time.sleep(0.5)
-    found = json.loads(path.read_text())
-    if "error" in found:
-        raise RuntimeError(found["error"])
-    return Client(found["url"]), Path(found["log"]).read_text("utf-8", "replace")
-
-
-def table(args: argparse.Namespace, name: str) -> int:
-    """The law table of one engine. -> how many elements differ in all."""
-    size, kind, *_ = name.split("-")
-    c, _ = connect(args, name)
-    model = made(sizes_of(args, size))
-    model.set_recipe("bf16" if kind == "bf16" else "nvfp4_per_token")
-    assert c.identity()["fingerprint"] == model.spec.fingerprint()
+def of_an_engine(c: Client, model: Qwen3MoeForCausalLM, experts: bool) -> Laws:
     ids = laws.prompts((5, 1, 37, 64, 65, 90, 16, 200), 1024)
     crowd = laws.prompts([3 + 7 * i % 61 for i in range(32)], 1024, 7)
-    rows = {
+    return {
         "decode against rescoring": lambda: laws.decode_equals_rescoring(c, ids),
         "greedy decode against rescoring": lambda: laws.decode_equals_rescoring(c, ids, 0.0),
         "each token from a fresh prefill, 0.6": lambda: laws.decode_equals_fresh_prefill(c, ids[2:4], 0.6),
@@ -154,12 +50,44 @@ def table(args: argparse.Namespace, name: str) -> int:
         "two runs": lambda: laws.two_runs(c, ids),
         "radix hit of 100 tokens against none": lambda: laws.hit_equals_miss(c, ids[7][:100], ids[2], 100),
         "our sampler against engine": lambda: laws.sampler_equals_engine(model, c, ids),
-        "expert ids": lambda: laws.experts_agree(model, c, ids),
+        **({"expert ids": lambda: laws.experts_agree(model, c, ids)} if experts else {}),
     }
+
+
+def of_a_variant(c: Client, variant: str, plain: Client) -> Laws:
+    """plain: the engine without it."""
+    ids = laws.prompts((5, 1, 37, 64, 65, 90, 16, 200), 1024)
+
+    def retracted() -> laws.Count:
+        found, times = laws.squeezed(c, plain, laws.prompts([20 + i for i in range(24)], 1024, seed=5), 32)
+        assert times > 0, "the pool was never short: the law shows nothing"
+        return found
+
+    if variant == "small":
+        return {"retraction against none": retracted}
+    hits = ((15, 0), (16, 16), (17, 16), (100, 96)) if variant == "page16" else ()
+    return {
+        f"{variant} against none": lambda: laws.engines_agree(plain, c, ids),
+        f"{variant} against none, 0.6": lambda: laws.engines_agree(plain, c, ids, 0.6),
+        "decode against rescoring": lambda: laws.decode_equals_rescoring(c, ids),
+        **{f"radix hit of {n} tokens, {reused} reused": lambda n=n, reused=reused: laws.hit_equals_miss(
+            c, ids[7][:n], ids[2], reused) for n, reused in hits},
+    }  # fmt: skip
+
+
+def table(args: argparse.Namespace, name: str) -> int:
+    """The law table of one engine. -> how many elements differ in all."""
+    size, kind, *rest = name.split("-")
+    c, _ = connect(args, name)
+    if rest and rest[-1] in VARIANTS:
+        rows = of_a_variant(c, rest[-1], connect(args, name.removesuffix(f"-{rest[-1]}"))[0])
+    else:
+        model = made(sizes_of(args, size))
+        model.set_recipe("bf16" if kind == "bf16" else "nvfp4_per_token")
+        assert c.identity()["fingerprint"] == model.spec.fingerprint()
+        rows = of_an_engine(c, model, args.experts)
     differing = 0
     for what, law in rows.items():
-        if what == "expert ids" and not args.experts:
-            continue
         began = time.monotonic()
         found = law()
         differing += found.differing
