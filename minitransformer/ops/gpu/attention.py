@@ -79,7 +79,9 @@ def _kept(batch: Batch, name: str, home: torch.device, make) -> Tensor:
     """int32 numbers of a batch on the GPU, copied once (all layers share them)."""
     kept = batch.__dict__.setdefault("_bounds_on", {})
     if (name, home) not in kept:
-        kept[name, home] = torch.tensor(make(), dtype=torch.int32, device=home)
+        made = torch.tensor(make(), dtype=torch.int32)
+        # Pinned, so that the host goes on while the GPU still computes what came before.
+        kept[name, home] = made.pin_memory().to(home, non_blocking=True) if home.type == "cuda" else made
     return kept[name, home]
 
 

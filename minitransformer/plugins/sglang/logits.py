@@ -51,7 +51,7 @@ class InputLogProbs(InputLogprobProcessor):
         wanted = Wanted(logits_metadata)
         ids_T = logits_metadata.extend_input_logprob_token_ids_gpu
         done = 0
-        for rows in input_logprob_indices.split(self.logprobs_chunk_size):
+        for rows in filter(len, input_logprob_indices.split(self.logprobs_chunk_size)):
             wanted.score(logits_of(rows), ids_T[done : done + len(rows)].long(), done)
             done += len(rows)
         return wanted.result(), logits_of(sample_indices)
@@ -71,14 +71,14 @@ class Wanted:
 
     def score(self, logits_LV: Tensor, ids_L: Tensor, first: int) -> None:
         here = slice(first, first + len(ids_L))
-        self.scores.append(logprob(logits_LV, ids_L))
+        self.scores.append(score(logits_LV, ids_L))
         if self.top is not None:
             self.top_rows += [(v.tolist(), i.tolist()) for v, i in best(logits_LV, self.top[here])]
         if self.ids is not None:
             self.ids_rows += [(v.tolist(), i.tolist()) for v, i in chosen(logits_LV, self.ids[here])]
 
     def result(self) -> LogprobResult:
-        result = LogprobResult(token_logprobs=torch.cat(self.scores))
+        result = LogprobResult(token_logprobs=torch.cat(self.scores or [torch.empty(0)]))
         if self.top is not None:
             result.top_logprobs_val, result.top_logprobs_idx = self._by_request(self.top_rows)
         if self.ids is not None:
@@ -92,6 +92,14 @@ class Wanted:
             ids.append([i for _, i in rows[done : done + n]])
             done += n
         return values, ids
+
+
+def score(logits_LV: Tensor, ids_L: Tensor) -> Tensor:
+    """logprob at temperature 1. On a GPU a row that it refuses is told where the step's tokens are looked at."""
+    if not logits_LV.is_cuda:
+        return logprob(logits_LV, ids_L)
+    one_L, where = torch.ones(len(ids_L), device=logits_LV.device), gpu.device.slot("logprob")
+    return gpu.logprob.of_rows(logits_LV.contiguous(), ids_L, one_L, where=where)[0]
 
 
 def best(logits_LV: Tensor, counts: Sequence[int], t: Sequence[float] | None = None) -> list[tuple[Tensor, Tensor]]:
@@ -218,5 +226,6 @@ def with_seeds(original: Any, cls: Any, batch: Any, vocab_size: int) -> Any:
         else r.sampling_params.sampling_seed
         for r in batch.reqs
     ]  # fmt: skip
-    info.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=batch.device)
+    seeds = torch.tensor(seeds, dtype=torch.int64, pin_memory=torch.cuda.is_available())
+    info.sampling_seed = seeds.to(batch.device, non_blocking=True)
     return info
