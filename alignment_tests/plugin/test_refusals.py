@@ -8,9 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from alignment_tests.learner.tiny import tiny_model
 from minitransformer.errors import InputError
 from minitransformer.plugins.sglang import ANY_VERSION_VARIABLE, MODEL_PACKAGE, MODEL_PACKAGE_VARIABLE, plugin, weights
 from minitransformer.plugins.sglang import arguments as arguments_module
+from minitransformer.plugins.sglang.build import require_capturable
 from minitransformer.plugins.sglang.client import Client
 
 
@@ -228,3 +230,14 @@ def test_what_is_said_of_an_update_that_fails_is_what_the_server_holds():
     assert weights._guarded(updater, lambda: fails(0), "x: ") == (False, f"x: no. {weights.KEPT}")
     assert weights._guarded(updater, lambda: (False, sglang)) == (False, f"no. {weights.KEPT}")
     assert weights._guarded(updater, lambda: fails(1)) == (False, f"no. {weights.PARTLY}")
+
+
+def test_graphs_where_padding_moves_bits():
+    """The one recipe with a scale of the whole batch: graphs pad batches."""
+    model = tiny_model(0)
+    for name in ("bf16", "nvfp4_per_token", "w4a16"):
+        model.set_recipe(name)
+        require_capturable(model)
+    model.set_recipe("nvfp4_per_tensor")
+    with pytest.raises(InputError, match="nvfp4_per_tensor.*--cuda-graph-backend-decode disabled"):
+        require_capturable(model)

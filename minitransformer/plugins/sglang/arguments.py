@@ -63,8 +63,7 @@ def post_init(original: Any, args: Any) -> None:
     args.attention_backend = "torch_native" if args.device == "cpu" else ATTENTION
     args.sampling_backend = "pytorch"  # the name under which plugin.py registers our sampler
     args.disable_prefill_cuda_graph = True
-    if args.device == "cpu" or args.cuda_graph_backend_decode is None:
-        args.disable_cuda_graph = True
+    args.disable_cuda_graph |= args.device == "cpu"
     original(args)
 
 

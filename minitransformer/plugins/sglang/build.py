@@ -36,8 +36,8 @@ def require_capturable(model: Qwen3MoeForCausalLM) -> None:
     """InputError for a recipe under which the rows that pad a CUDA graph would move the others' bits."""
     if not all(one.capturable for one in parts(model)[1]):
         raise InputError(
-            f"--cuda-graph-backend-decode full is not supported with the recipe {model.recipe.name}: its scale is of "
-            "the whole batch, padding included; leave it out"
+            f"CUDA graphs are not supported with the recipe {model.recipe.name}: its scale is of the whole batch, "
+            "padding included; start the server with --cuda-graph-backend-decode disabled"
         )
 
 

@@ -27,7 +27,7 @@ class Qwen3MoeForCausalLM(nn.Module):
         try:
             args, recipe = get_server_args(), getattr(config, RECIPE, None)
             self.model, form = build(args.model_path, recipe, torch.get_default_device())
-            if args.cuda_graph_backend_decode == "full":
+            if args.cuda_graph_config.decode.backend != "disabled":
                 require_capturable(self.model)
         except InputError as error:
             plugin.fail(str(error))
