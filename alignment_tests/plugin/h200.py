@@ -175,7 +175,7 @@ def main() -> int:
             if name.endswith(".packed"):
                 quantise(args.directory / name.split(".")[0], args.directory / name, get("nvfp4_per_token"))
             else:
-                made(sizes_of(args, name)).save_pretrained(args.directory / name)
+                made(sizes_of(args, name), on="cpu").save_pretrained(args.directory / name)
     elif args.what == "laws":
         return 1 if sum([table(args, name) for name in args.names]) else 0
     else:

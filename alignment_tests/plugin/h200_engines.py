@@ -33,19 +33,19 @@ KINDS = {"bf16": [], "packed": [], "nvfp4": RECIPE, "stock": STOCK,
          "deterministic": [*STOCK, "--enable-deterministic-inference"]}  # fmt: skip
 
 
-def made(sizes: dict, seed: int = 0, device: str | None = None) -> Qwen3MoeForCausalLM:
-    """Random weights of the size 1 / sqrt(fan-in), the same again for the same kind of device."""
+def made(sizes: dict, seed: int = 0, on: str | None = None) -> Qwen3MoeForCausalLM:
+    """Random weights of the size 1 / sqrt(fan-in), drawn on the GPU if there is one; on: where the model lies."""
     config = Qwen3MoeConfig(
         norm_topk_prob=True, sparse_layers=(True,) * sizes["num_layers"], rms_eps=1e-6, rope_theta=1e6,
         max_positions=4096, **{"tie_word_embeddings": False} | sizes,
     )  # fmt: skip
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = Qwen3MoeForCausalLM(config).to_empty(device=device)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = Qwen3MoeForCausalLM(config).to_empty(device=on or device)
     rng = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.normal_(generator=rng)
-            p.mul_(0.1).add_(1) if "norm" in name else p.mul_(p.shape[-1] ** -0.5)
+            noise = torch.randn(p.shape, generator=rng, device=device, dtype=torch.bfloat16)
+            p.copy_(noise.mul_(0.1).add_(1) if "norm" in name else noise.mul_(p.shape[-1] ** -0.5))
     return model
 
 
