@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from alignment_tests.plugin.h200_engines import TINY, WIDE, made
+from alignment_tests.plugin.h200_engines import TINY, WIDE, write
 from minitransformer.learner.learner import Learner
 from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from minitransformer.models.qwen3_moe.quantise import quantise
@@ -26,7 +26,7 @@ COLUMNS = ("server", "route", "MiB", "quantise", "send", "load", "prove", "prove
 
 
 def prepare(directory: Path, layers: int) -> None:
-    made(WIDE | {"num_layers": layers} if layers else TINY).save_pretrained(directory / "bf16")
+    write(directory / "bf16", WIDE | {"num_layers": layers} if layers else TINY)
     quantise(directory / "bf16", directory / "nvfp4", get(RECIPES["nvfp4"]))
 
 

@@ -14,7 +14,6 @@ docs/sglang.md says how SGLang gets onto such a machine. --cpu runs all of it on
 
 import argparse
 import json
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from pathlib import Path
 import torch
 
 from alignment_tests.plugin import laws
-from alignment_tests.plugin.h200_engines import VARIANTS, connect, keep, made, sizes_of
+from alignment_tests.plugin.h200_engines import VARIANTS, connect, keep, made, sizes_of, write
 from minitransformer.learner.learner import Learner
 from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from minitransformer.models.qwen3_moe.quantise import quantise
@@ -171,11 +170,10 @@ def main() -> int:
     args = parser.parse_args()
     if args.what == "make":
         for name in args.names:
-            shutil.rmtree(args.directory / name, ignore_errors=True)
             if name.endswith(".packed"):
                 quantise(args.directory / name.split(".")[0], args.directory / name, get("nvfp4_per_token"))
             else:
-                made(sizes_of(args, name), on="cpu").save_pretrained(args.directory / name)
+                write(args.directory / name, sizes_of(args, name))
     elif args.what == "laws":
         return 1 if sum([table(args, name) for name in args.names]) else 0
     else:

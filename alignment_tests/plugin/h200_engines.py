@@ -3,14 +3,19 @@
 import argparse
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
 
 import torch
+from torch import Tensor
 
 from alignment_tests.plugin import laws
+from minitransformer.checkpoint_files import replacing_directory, write_json, write_sharded
 from minitransformer.models.qwen3_moe.config import Qwen3MoeConfig
+from minitransformer.models.qwen3_moe.layout import pieces
 from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
+from minitransformer.models.qwen3_moe.weights import CHECKPOINT_FILES
 from minitransformer.plugins.sglang.client import Client
 from minitransformer.plugins.sglang.launch import Server
 
@@ -33,20 +38,41 @@ KINDS = {"bf16": [], "packed": [], "nvfp4": RECIPE, "stock": STOCK,
          "deterministic": [*STOCK, "--enable-deterministic-inference"]}  # fmt: skip
 
 
-def made(sizes: dict, seed: int = 0, on: str | None = None) -> Qwen3MoeForCausalLM:
-    """Random weights of the size 1 / sqrt(fan-in), drawn on the GPU if there is one; on: where the model lies."""
+def empty(sizes: dict) -> Qwen3MoeForCausalLM:
     config = Qwen3MoeConfig(
         norm_topk_prob=True, sparse_layers=(True,) * sizes["num_layers"], rms_eps=1e-6, rope_theta=1e6,
         max_positions=4096, **{"tie_word_embeddings": False} | sizes,
     )  # fmt: skip
+    return Qwen3MoeForCausalLM(config)
+
+
+def drawn(model: Qwen3MoeForCausalLM, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Its parameters' names and random values of the size 1 / sqrt(fan-in), drawn on the GPU if there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = Qwen3MoeForCausalLM(config).to_empty(device=on or device)
     rng = torch.Generator(device).manual_seed(seed)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            noise = torch.randn(p.shape, generator=rng, device=device, dtype=torch.bfloat16)
-            p.copy_(noise.mul_(0.1).add_(1) if "norm" in name else noise.mul_(p.shape[-1] ** -0.5))
+    for name, p in model.named_parameters():
+        noise = torch.randn(p.shape, generator=rng, device=device, dtype=torch.bfloat16)
+        yield name, noise.mul_(0.1).add_(1) if "norm" in name else noise.mul_(p.shape[-1] ** -0.5)
+
+
+@torch.no_grad()
+def made(sizes: dict, seed: int = 0) -> Qwen3MoeForCausalLM:
+    model = empty(sizes).to_empty(device="cuda" if torch.cuda.is_available() else "cpu")
+    parameters = dict(model.named_parameters())
+    for name, values in drawn(model, seed):
+        parameters[name].copy_(values)
     return model
+
+
+def write(directory: Path, sizes: dict, seed: int = 0) -> None:
+    """The checkpoint of `made`; a few parameters are in memory at a time."""
+    model, places = empty(sizes), {}
+    for piece in pieces(model.config):
+        places.setdefault(piece.parameter, []).append(piece)
+    named = ((piece.key, values[piece.index]) for name, values in drawn(model, seed) for piece in places[name])
+    with replacing_directory(directory, CHECKPOINT_FILES) as new:
+        write_json(new / "config.json", model.config.to_hf())
+        write_sharded(new, named, 4 * 10**9)
 
 
 def sizes_of(args: argparse.Namespace, name: str) -> dict:
