@@ -241,3 +241,10 @@ def test_graphs_where_padding_moves_bits():
     model.set_recipe("nvfp4_per_tensor")
     with pytest.raises(InputError, match="nvfp4_per_tensor.*--cuda-graph-backend-decode disabled"):
         require_capturable(model)
+
+
+def test_a_method_that_is_gone_is_named(monkeypatch):
+    """Another version of SGLang, allowed by the user: the server stops, and says where the two don't fit."""
+    monkeypatch.setattr(plugin, "sglang_version", lambda: "0.5.99")
+    with pytest.raises(InputError, match="SGLang 0.5.99 has no SimpleNamespace.handle, which miniTransformer replaces"):
+        plugin._wrap(SimpleNamespace, "handle", lambda original: None)

@@ -138,8 +138,10 @@ def activate() -> None:
 
 
 def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
-    """owner.name becomes wrapper(original, ...); AttributeError if SGLang has no such method."""
-    raw = owner.__dict__[name]
+    """owner.name becomes wrapper(original, ...). InputError if this SGLang has no such method."""
+    raw = owner.__dict__.get(name)
+    if raw is None:
+        raise InputError(f"SGLang {sglang_version()} has no {owner.__name__}.{name}, which miniTransformer replaces")
     original = raw.__func__ if isinstance(raw, classmethod) else raw
 
     @functools.wraps(original)
