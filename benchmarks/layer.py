@@ -78,6 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=7, help="timed calls of each")
     parser.add_argument("--no-checks", action="store_true", help="skip the comparison with the CPU")
     parser.add_argument("--no-peer", action="store_true", help="skip transformers")
     parser.add_argument("--out", type=Path, help="folder for layer.json")
@@ -86,57 +87,79 @@ def main() -> None:
         print("no CUDA device: nothing measured")
         return
     import triton
-    from gpu_bench.decoder import Ours, Theirs, median_ms, peak_gib
-    from gpu_bench.gradient_checks import checks
+    from gpu_bench.decoder import Ours, Theirs
 
     torch.manual_seed(0)
     torch.set_num_threads(os.cpu_count() or 1)
     S, length = args.sequences, args.length
     machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}"
     print(f"{machine}, {S} x {length} tokens")
-    begin = time.monotonic()
     if not args.no_checks:
-        print(f"wrong elements: layer over 74 tokens, all outputs and gradients: {check_small()}", flush=True)
-        for what, wrong in checks(S, length):
-            print(f"wrong elements: {what}: {wrong}   ({time.monotonic() - begin:.0f} s)", flush=True)
-        torch.cuda.empty_cache()
-    ours = Ours(S, length)
-    facts = {"machine": machine, "tokens": [S, length], "ours": measure(ours, median_ms, peak_gib)}
-    print(f"ours          {line(facts['ours'])}", flush=True)
+        check(S, length)
+    sides = {"ours": Ours(S, length)}
     if not args.no_peer:
-        compare(ours, Theirs(ours, S, length), facts, median_ms, peak_gib)
-    facts |= {"floors_ms": floors(S * length, S), "kernels": kernels(ours.train)}
+        sides["transformers"] = Theirs(sides["ours"], S, length)
+    facts = {"machine": machine, "tokens": [S, length]} | compare(sides, args.rounds)
+    save(args.out, facts)
+    facts |= {"floors_ms": floors(S * length, S), "kernels": kernels(sides["ours"].train)}
     for name, ms, launches in facts["kernels"][:26]:
         print(f"  {ms:8.3f} ms {launches:4d} x  {name}")
     print(f"  {sum(row[1] for row in facts['kernels']):8.3f} ms in all kernels of forward + backward")
     for part, (forward, backward) in facts["floors_ms"].items():
         print(f"  floor of {part:15} forward {forward:.3f} ms, backward {backward:.3f} ms")
-    if args.out:
-        (args.out / "layer.json").write_text(json.dumps(facts, indent=1))
+    save(args.out, facts)
 
 
-def compare(ours, theirs, facts: dict, median_ms, peak_gib) -> None:
-    """transformers' times into facts, and how far apart the outputs are."""
+def save(folder: Path | None, facts: dict) -> None:
+    if folder:
+        (folder / "layer.json").write_text(json.dumps(facts, indent=1))
+
+
+def check(S: int, length: int) -> None:
+    from gpu_bench.gradient_checks import checks
+
+    begin = time.monotonic()
+    print(f"wrong elements: layer over 74 tokens, all outputs and gradients: {check_small()}", flush=True)
+    for what, wrong in checks(S, length):
+        print(f"wrong elements: {what}: {wrong}   ({time.monotonic() - begin:.0f} s)", flush=True)
+    torch.cuda.empty_cache()
+
+
+def compare(sides: dict, rounds: int) -> dict:
+    """Name -> times and memory of each side; with two, the ratios too."""
+    from gpu_bench.decoder import peak_gib
+    from gpu_bench.timing import alternating
+
+    found: dict = {name: {} for name in sides}
     with torch.no_grad():
-        a, b = sum(x.float() for x in ours.call()), theirs.call().flatten(0, 1).float()
-        print(f"outputs differ by {((a - b).norm() / b.norm()).item():.4f} (2-norm, relative)")
-        del a, b
-    facts["transformers"] = measure(theirs, median_ms, peak_gib)
-    print(f"transformers  {line(facts['transformers'])}")
-    ratios = [facts["transformers"][key] / facts["ours"][key] for key in ("forward_ms", "train_ms")]
-    print(f"ratio         forward {ratios[0]:.2f}, forward + backward {ratios[1]:.2f}", flush=True)
+        outs = [sum(x.float().flatten() for x in one.outputs()) for one in sides.values()]
+        if len(outs) > 1:
+            found["outputs_differ"] = ((outs[0] - outs[1]).norm() / outs[1].norm()).item()
+            print(f"outputs differ by {found['outputs_differ']:.4f} (2-norm, relative)", flush=True)
+        del outs
+        for name, ms in zip(sides, medians([one.call for one in sides.values()], alternating, rounds), strict=True):
+            found[name]["forward_ms"] = ms
+    for name, ms in zip(sides, medians([one.train for one in sides.values()], alternating, rounds), strict=True):
+        found[name]["train_ms"] = ms
+    for name, one in sides.items():
+        begin = time.perf_counter()
+        one.train()
+        found[name]["host_ms"] = 1000 * (time.perf_counter() - begin)
+        torch.cuda.synchronize()
+        found[name]["before_gib"], found[name]["peak_gib"] = peak_gib(one.train)
+        print(f"{name:13} {line(found[name])}", flush=True)
+    if len(sides) > 1:
+        ours, theirs = (found[name] for name in sides)
+        found["ratio"] = {key: theirs[key] / ours[key] for key in ("forward_ms", "train_ms")}
+        forward, train = found["ratio"].values()
+        print(f"ratio         forward {forward:.2f}, forward + backward {train:.2f}", flush=True)
+    return found
 
 
-def measure(one, median_ms, peak_gib) -> dict[str, float]:
-    with torch.no_grad():
-        forward = median_ms(one.call)
-    train = median_ms(one.train)
-    begin = time.perf_counter()
-    one.train()
-    host = 1000 * (time.perf_counter() - begin)
-    torch.cuda.synchronize()
-    before, peak = peak_gib(one.train)
-    return {"forward_ms": forward, "train_ms": train, "host_ms": host, "before_gib": before, "peak_gib": peak}
+def medians(calls: list, alternating, rounds: int) -> list[float]:
+    """Of eager calls that take turns, host included where it is the slower one; two calls each come before."""
+    alternating(calls, 2)
+    return alternating(calls, rounds)
 
 
 def line(row: dict[str, float]) -> str:

@@ -1,6 +1,5 @@
 """One decoder layer at the widths of Qwen3-30B-A3B, ours and transformers', with the same weights."""
 
-import statistics
 from collections.abc import Callable
 
 import torch
@@ -52,6 +51,10 @@ class Ours:
     def call(self):
         return self.layer(self.x, self.residual, self.batch, self.table, None, no_trace)
 
+    def outputs(self) -> tuple:
+        """What adds up to the layer's output."""
+        return self.call()
+
     def train(self) -> None:
         for leaf in self.leaves.values():
             leaf.grad = None
@@ -99,24 +102,14 @@ class Theirs:
         out = self.layer(self.x, position_ids=self.positions, position_embeddings=cos_sin)
         return out[0] if isinstance(out, tuple) else out
 
+    def outputs(self) -> tuple:
+        return (self.call(),)
+
     def train(self) -> None:
         self.x.grad = None
         for p in self.layer.parameters():
             p.grad = None
         self.call().backward(self.dy)
-
-
-def median_ms(call: Callable, rounds: int = 9) -> float:
-    """Median milliseconds of an eager call, host included where it is the slower one."""
-    times = []
-    for _ in range(rounds + 2):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times[2:])
 
 
 def peak_gib(call: Callable) -> tuple[float, float]:

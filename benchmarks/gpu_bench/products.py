@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from gpu_bench.timing import copies, median_ms
+from gpu_bench.timing import copies, median_ms, medians_ms
 from minitransformer.ops import dispatch, gpu, grouped_linear, linear
 
 BF16 = torch.bfloat16
@@ -67,9 +67,8 @@ def dense(rows=ROWS, every=False) -> Iterator[dict]:
                 got,
                 lambda tile, x=x, ws=weights: [lambda w=w: gpu.linear.forward(x, w, BF16, tile) for w in ws],
             )
-            theirs = median_ms([lambda w=w, x=x: torch.mm(x, w.t()) for w in weights])
-            fixed = median_ms([lambda w=w, x=x: fixed_tile(x, w) for w in weights])
-            ours = median_ms([lambda w=w, x=x: linear.forward(x, w) for w in weights])
+            kernels = (linear.forward, lambda x, w: torch.mm(x, w.t()), fixed_tile)
+            ours, theirs, fixed = medians_ms([[lambda w=w, x=x, f=f: f(x, w) for w in weights] for f in kernels])
             yield {
                 "op": "linear", "shape": name, "M": M, "N": N, "K": K, "wrong": wrong, "ms": ours, "torch_ms": theirs,
                 "torch_differs": differing(torch.mm(x, weights[0].t()), got), "fixed_ms": fixed,
@@ -118,12 +117,13 @@ def grouped(tokens=TOKENS, every=False) -> Iterator[dict]:
             tiles = [t for t in gpu.grouped_linear.CANDIDATES if every and gpu.grouped_linear.fits(t, R, EXPERTS)]
             times = schedules(tiles, lambda tile, ours=ours: ours(tile)[0](), got, ours)
             theirs = [lambda o=o, x=x, w=w: torch._grouped_mm(x, w.transpose(1, 2), offs=o) for o in ends]
-            ms, used = median_ms(ours()), sum(b > a for a, b in zip(host.offsets, host.offsets[1:], strict=False))
+            ms, peer = medians_ms([ours(), theirs])
+            used = sum(b > a for a, b in zip(host.offsets, host.offsets[1:], strict=False))
             plain = got if scale is None else gpu.grouped_linear.forward(x, w, plan)
             yield {
                 "op": "grouped_linear", "shape": name, "M": T, "N": N, "K": K,
                 "wrong": differing(got[rows].cpu(), want), "ms": ms,
-                "torch_ms": median_ms(theirs), "torch_differs": differing(theirs[0](), plain),
+                "torch_ms": peer, "torch_differs": differing(theirs[0](), plain),
                 **({"best": best(times), "schedules": times} if every else {}), "tflops": 2e-9 * R * N * K / ms,
                 "tb_s": 2e-9 * (R * K + used * N * K + R * N) / ms,
             }  # fmt: skip

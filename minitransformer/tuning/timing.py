@@ -23,8 +23,8 @@ def _elapsed(run: Callable[[], object]) -> float:
     return begin.elapsed_time(end)
 
 
-def median_ms(calls: Sequence[Callable[[], object]], replays: int = 11, least_ms: float = 0.4) -> float:
-    """Median milliseconds of one call. calls: the same work on other operands; each is made at least once a replay."""
+def _captured(calls: Sequence[Callable[[], object]], least_ms: float) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A graph of some rounds of the calls, replayed once, and how many calls it has."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):  # compile, load and fill the caches before the capture
         for call in calls[:2]:
@@ -38,9 +38,32 @@ def median_ms(calls: Sequence[Callable[[], object]], replays: int = 11, least_ms
             for call in calls:
                 call()
     graph.replay()
-    times = [_elapsed(graph.replay) for _ in range(replays)]
-    del graph
-    return statistics.median(times) / (rounds * len(calls))
+    return graph, rounds * len(calls)
+
+
+def alternating(runs: Sequence[Callable[[], object]], rounds: int) -> list[float]:
+    """Median milliseconds of each run. They take turns, forwards and then backwards, so that a GPU that slows down
+    under its power limit slows all of them."""
+    times: list[list[float]] = [[] for _ in runs]
+    for i in range(rounds):
+        turn = range(len(runs))
+        for which in reversed(turn) if i % 2 else turn:
+            times[which].append(_elapsed(runs[which]))
+    return [statistics.median(one) for one in times]
+
+
+def medians_ms(
+    peers: Sequence[Sequence[Callable[[], object]]], replays: int = 11, least_ms: float = 0.4
+) -> list[float]:  # fmt: skip
+    """Median milliseconds of one call of each peer. calls of a peer: the same work on other operands."""
+    graphs = [_captured(calls, least_ms) for calls in peers]
+    medians = alternating([graph.replay for graph, _ in graphs], replays)
+    return [ms / count for ms, (_, count) in zip(medians, graphs, strict=True)]
+
+
+def median_ms(calls: Sequence[Callable[[], object]], replays: int = 11, least_ms: float = 0.4) -> float:
+    """Median milliseconds of one call. calls: the same work on other operands; each is made at least once a replay."""
+    return medians_ms([calls], replays, least_ms)[0]
 
 
 def geometric_mean(values: Sequence[float]) -> float:
