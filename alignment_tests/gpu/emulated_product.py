@@ -40,20 +40,21 @@ extern "C" void run_unpack(int blocks, const char *packed, u16 *w, int count, in
 """
 
 
-def host_text(text: str) -> str:
+def host_text(text: str, calls: dict[str, str], entries: str) -> str:
     """The kernel's text without PTX; an instruction that has no call here is an error."""
     def call(match: re.Match) -> str:
-        return next(call for start, call in CALLS.items() if match.group(1).startswith(start))
+        return next(call for start, call in calls.items() if match.group(1).startswith(start))
 
     text = re.sub(r'asm(?: volatile)?\(\s*"([^"]*)".*?\);', call, text, flags=re.S)
     text = text.replace("extern __shared__ __align__(16) char shared[];", "char *shared = block_memory;")
-    return '#include "warp.h"\n' + text.replace("(u32)__cvta_generic_to_shared(shared)", "0") + ENTRIES
+    return '#include "warp.h"\n' + text.replace("(u32)__cvta_generic_to_shared(shared)", "0") + entries
 
 
 @lru_cache
 def library(folder: str, text: str, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
+    """text: host_text's."""
     stem = Path(folder) / f"product{abs(hash((text, defines)))}"
-    stem.with_suffix(".cpp").write_text(host_text(text))
+    stem.with_suffix(".cpp").write_text(text)
     options = ["-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", "-w", f"-I{HERE}"]
     options += [f"-D{name}={value}" for name, value in defines]
     command = [shutil.which("g++"), *options, "-o", stem.with_suffix(".so"), stem.with_suffix(".cpp")]
@@ -72,7 +73,7 @@ def product(folder, schedule, x, scale_R, packed, scale_EN, bounds, out_dtype, t
     groups = (R + min(E, R) * (rows - 1)) // rows
     blocks = groups * math.ceil(math.ceil(N / UNIT_ROWS) / (schedule.tiles * schedule.warps))
     defines = schedule.defines(scale_R is None, out_dtype == torch.float32)
-    run = library(str(folder), text or SOURCE.read_text(), defines).run_product
+    run = library(str(folder), host_text(text or SOURCE.read_text(), CALLS, ENTRIES), defines).run_product
     run(blocks, 32 * schedule.warps, schedule.shared(K), _at(packed), _at(x), _at(scale_R), _at(scale_EN), _at(bounds),
         _at(y), E, N, K)  # fmt: skip
     return y
@@ -81,6 +82,7 @@ def product(folder, schedule, x, scale_R, packed, scale_EN, bounds, out_dtype, t
 def unpack(folder, schedule, packed: Tensor, N: int, K: int) -> Tensor:
     """As gpu.quantised_linear.unpack."""
     w, units = torch.full((packed.shape[0], N, K), torch.nan, dtype=torch.bfloat16), packed[..., 0].numel()
-    run = library(str(folder), SOURCE.read_text(), schedule.defines(True, True)).run_unpack
+    text = host_text(SOURCE.read_text(), CALLS, ENTRIES)
+    run = library(str(folder), text, schedule.defines(True, True)).run_unpack
     run(-(-units // 8), _at(packed), _at(w), units, N, K)
     return w

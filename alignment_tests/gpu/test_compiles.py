@@ -20,6 +20,7 @@ from minitransformer.ops.gpu import (
     attention,
     attention_tiles,
     cuda,
+    few_rows,
     linear,
     mxfp8,
     nvfp4,
@@ -141,6 +142,15 @@ def test_the_nvfp4_quantiser_compiles_to_the_arithmetic_of_the_spec(defines, tmp
     assert names <= {"FFMA", "FMUL", "FADD", "FMNMX", "FSETP", "HMUL2", "HFMA2"}, found
     assert "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C" in text
     assert "STL" not in text, "spills"
+
+
+@pytest.mark.parametrize("tile", [t for t in linear.CANDIDATES if t.whole], ids=str)
+def test_the_product_of_few_rows_is_the_tensor_core_and_one_rounding(tile, tmp_path):
+    for fp32 in (False, True):
+        text = _sass(few_rows.SOURCE, few_rows.defines(tile, fp32), tmp_path)
+        assert set(re.findall(r"\b([HFD](?:MMA|MUL|ADD|FMA|SETP|SET)2?\b[.\w]*)", text)) == {"HMMA.16816.F32.BF16"}
+        assert ("F2F.BF16.F32" in text or "F2FP.BF16" in text) == (not fp32)
+        assert "STL" not in text, "spills"
 
 
 @pytest.mark.parametrize(("K", "rows"), [(K, R) for K in (64, 96, 576, 768, 2048, 8192) for R in (1, 512, 1 << 13)])

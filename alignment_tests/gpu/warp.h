@@ -1,6 +1,7 @@
-// A block of a CUDA kernel on a CPU: a thread a lane, barriers for warps and blocks, and the instructions that
-// nvfp4_product.cu names in PTX. Included before the kernel's text by emulated_product.py.
+// A block of a CUDA kernel on a CPU: a thread a lane, barriers for warps and blocks, and the instructions that the
+// kernels name in PTX. Included before a kernel's text by emulated_product.py.
 #include <algorithm>
+#include <atomic>
 #include <barrier>
 #include <cmath>
 #include <cstdio>
@@ -109,6 +110,28 @@ static void mma_m16n8k16(float *c, const unsigned *a, uint2 b) {
         c[i] = chain_step(c[i], left, right);
     }
     wait();
+}
+
+static uint4 load_matrices(unsigned at) {
+    Warp &w = warp();
+    w.slot[lane()] = at;
+    wait();
+    unsigned v[4];
+    for (int i = 0; i < 4; i++) memcpy(v + i, block_memory + w.slot[8 * i + lane() / 4] + 4 * (lane() & 3), 4);
+    wait();
+    return {v[0], v[1], v[2], v[3]};
+}
+
+// A barrier in shared memory: what is still to arrive, a sender in the upper bits and bytes in the lower ones.
+static constexpr long long SENDER = 1LL << 40;
+static std::atomic_ref<long long> barrier_at(unsigned at) { return std::atomic_ref(*(long long *)(block_memory + at)); }
+static void copied(unsigned to, const void *from, unsigned bytes, unsigned barrier) {
+    memcpy(block_memory + to, from, bytes);
+    barrier_at(barrier) -= bytes;
+}
+static bool arrived(unsigned barrier) {
+    std::this_thread::yield();
+    return barrier_at(barrier) == 0;
 }
 
 // Every thread of every block, block after block; shared memory starts as NaN.

@@ -79,5 +79,5 @@ def tile(found: Choice, *operands: Tensor) -> Tile | None:
     if found.tile is None:
         return None
     tile = Tile(*found.tile)
-    engine = tile.tma or tile.pingpong
-    return None if engine and any(x.data_ptr() % 16 or x.shape[-1] % 8 for x in operands) else tile
+    step = 16 if tile.whole else 8 if tile.tma or tile.pingpong else 0
+    return None if step and any(x.data_ptr() % 16 or x.shape[-1] % step for x in operands) else tile

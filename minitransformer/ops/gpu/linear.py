@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minitransformer.ops.gpu import choice, device, library, pingpong
+from minitransformer.ops.gpu import choice, device, few_rows, library, pingpong
 from minitransformer.ops.gpu.launch import Window, cdiv, on, quick
 from minitransformer.ops.gpu.tiles import Tile, chain_tile, tile_of
 from minitransformer.tuning.table import Product
@@ -75,6 +75,8 @@ CANDIDATES = (
     Tile(128, 256, 64, 8, 3, tma=True), Tile(256, 128, 64, 8, 3, tma=True),
     Tile(64, 128, 64, 4, 8, pingpong=True), Tile(64, 256, 64, 4, 5, pingpong=True),
     Tile(128, 128, 64, 4, 6, pingpong=True), Tile(128, 128, 128, 4, 3, pingpong=True),
+    Tile(8, 16, 256, 1, 1, whole=True), Tile(8, 16, 512, 1, 1, whole=True), Tile(16, 16, 512, 2, 1, whole=True),
+    Tile(32, 16, 512, 4, 1, whole=True),
 )  # fmt: skip
 REFERENCE = Tile(64, 64, 64, 4, 6)  # plain loads, which take any K: what other candidates are compared with
 
@@ -83,6 +85,8 @@ def fits(tile: Tile, M: int, N: int, K: int) -> bool:
     """Whether a tile is worth a try (no padding for the most part, no crowd of small ones), and the engine reads K."""
     if (tile.tma or tile.pingpong) and K % 8:
         return False
+    if tile.whole:
+        return M <= 2 * tile.m and few_rows.fits(tile, M, K)
     tiles = -(-M // tile.m) * -(-N // tile.n)
     least = 64 if tile.tma else 16  # the copy engine fills rows past M without reading them
     return tile.m <= max(least, 2 * M) and (tiles <= 1200 or tile.m * tile.n >= 8192 or M <= tile.m)
@@ -145,8 +149,8 @@ def forward(
     programs = device.multiprocessors(home)
     tile = tile or choose(M, N, K, programs, x.data_ptr() % 16 == 0 and w.data_ptr() % 16 == 0)
     y = torch.empty(M, N, dtype=out_dtype, device=home)
-    if tile.pingpong:
-        pingpong.product(x, w, y, tile)
+    if tile.pingpong or tile.whole:
+        (pingpong if tile.pingpong else few_rows).product(x, w, y, tile)
         return y
     count = cdiv(M, tile.m) * cdiv(N, tile.n)
     options = {"num_warps": tile.warps, "num_stages": tile.stages, **device.STRICT}

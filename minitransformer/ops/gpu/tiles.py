@@ -16,6 +16,7 @@ class Tile(NamedTuple):
     swap      the weight is the operand with 64 rows and the tokens the narrow one: wgmma for few tokens
     tma       loads by the bulk copy engine, in a persistent grid
     pingpong  the kernel of pingpong.py: one warp loads, two groups of four take turns
+    whole     the kernel of few_rows.cu: 16 columns, their whole weight in shared memory; k: columns behind a barrier
     """
 
     m: int
@@ -26,6 +27,7 @@ class Tile(NamedTuple):
     swap: bool = False
     tma: bool = False
     pingpong: bool = False
+    whole: bool = False
 
 
 @triton.jit
