@@ -70,7 +70,8 @@ def _pingpong(name: str, tile: Tile, out: str, turned=False, deep=False, grouped
     descs = (f"tensordesc<bf16{b},{gl.NVMMASharedLayout.get_default_for(b, gl.bfloat16)!r}>" for b in blocks)
     types = (*descs, out, "*i32", "*fp32", "*i64", "i32!", "i32!", "i32", "i32")
     flags = (*device.STRICT.items(), ("maxnreg", pingpong.REGISTERS))
-    return Case(name, pingpong.pingpong_kernel, types, (tile.stages, turned, deep, grouped, weighted), 4, 1, flags)
+    constants = (tile.stages, turned, deep, grouped, weighted, pingpong.ROWWISE)
+    return Case(name, pingpong.pingpong_kernel, types, constants, 4, 1, flags)
 
 
 def _linear() -> Iterator[Case]:

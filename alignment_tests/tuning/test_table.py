@@ -117,15 +117,15 @@ def test_another_version_is_another_machine():
 
 def test_the_table_that_is_shipped():
     pytest.importorskip("triton")
-    from minitransformer.ops.gpu import grouped_linear, library, linear
+    from minitransformer.ops.gpu import grouped_linear, library, linear, tiles
 
     if not table.SHIPPED.exists():
         pytest.skip("no table is shipped yet")
     shipped = table.read(table.SHIPPED)
     assert shipped.machine["gpu"] == "NVIDIA H200" and shipped.spec == machine.specs()
-    tiles = {tuple(map(int, tile)) for tile in (*linear.CANDIDATES, *grouped_linear.CANDIDATES)}
+    candidates = {*linear.CANDIDATES, *grouped_linear.CANDIDATES}
     for row in shipped.rows:
-        assert row.tile in tiles, f"{row.product}: a tile that no candidate has"
+        assert tiles.Tile(*row.tile) in candidates, f"{row.product}: a tile that no candidate has"
         assert row.library in {None, *library.DENSE, *library.GROUPED}
     for proven in shipped.proven:
         assert proven.rows and proven.library in {*library.DENSE, *library.GROUPED}

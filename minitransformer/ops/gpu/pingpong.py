@@ -18,6 +18,7 @@ from minitransformer.ops.gpu.tiles import Tile
 
 # Of each thread at the launch: 12 warps share the register file; the consumers then take what the loading warp leaves.
 REGISTERS = 168
+ROWWISE = False
 GROUP = gl.constexpr(8)
 SCHEDULE = gl.constexpr(3)  # of each tile of rows: its expert, its first row, the end of the expert's rows
 
@@ -69,8 +70,8 @@ def _produce(
 
 @gluon.jit
 def _consume(
-    which, ring, sizes, y_ptr, schedule_ptr, weights_ptr, order_ptr, TURNED: gl.constexpr, DEEP: gl.constexpr,
-    GROUPED: gl.constexpr, WEIGHTED: gl.constexpr,
+    which, ring, sizes, pointers, TURNED: gl.constexpr, DEEP: gl.constexpr, GROUPED: gl.constexpr,
+    WEIGHTED: gl.constexpr, ROWWISE: gl.constexpr,
 ):  # fmt: skip
     """Tiles number which, which + 2, ... of this program.
 
@@ -79,6 +80,7 @@ def _consume(
     """
     x_bufs, w_bufs, full, empty, turns = ring
     tiles, tiles_m, tiles_n, M, N, K = sizes
+    y_ptr, schedule_ptr, weights_ptr, order_ptr = pointers
     STAGES: gl.constexpr = x_bufs.shape[0]
     TILE_M: gl.constexpr = x_bufs.shape[2 if TURNED else 1]
     TILE_N: gl.constexpr = w_bufs.shape[2 if DEEP else 1]
@@ -109,13 +111,22 @@ def _consume(
         number += 2
         round_ += 1
         row, end, column, _ = _place(tile, tiles_m, tiles_n, M, N, schedule_ptr, TILE_M, TILE_N, GROUPED)
-        rows = row + gl.arange(0, TILE_M, gl.SliceLayout(1, layout))
-        columns = column + gl.arange(0, TILE_N, gl.SliceLayout(0, layout))
         if WEIGHTED:
+            rows = row + gl.arange(0, TILE_M, gl.SliceLayout(1, layout))
             slots = gl.load(order_ptr + rows, mask=rows < end, other=0)
             acc = acc * gl.load(weights_ptr + slots)[:, None]  # fl: the routing weight in FP32
+        y = acc.to(y_ptr.dtype.element_ty)  # BF16: a NaN is 0x7fff, the hardware's
+        if ROWWISE:  # 16 bytes a thread, and whole lines a warp
+            each: gl.constexpr = 128 // y_ptr.dtype.element_ty.primitive_bitwidth
+            lanes: gl.constexpr = min(32, TILE_N // each)
+            out: gl.constexpr = gl.BlockedLayout([1, each], [32 // lanes, lanes], [4, 1], [1, 0])
+            y = gl.convert_layout(y, out)
+        else:
+            out: gl.constexpr = layout
+        rows = row + gl.arange(0, TILE_M, gl.SliceLayout(1, out))
+        columns = column + gl.arange(0, TILE_N, gl.SliceLayout(0, out))
         at, inside = rows[:, None].to(gl.int64) * N + columns[None, :], (rows < end)[:, None] & (columns < N)[None, :]
-        gl.store(y_ptr + at, acc.to(y_ptr.dtype.element_ty), mask=inside)  # BF16: a NaN is 0x7fff, the hardware's
+        gl.store(y_ptr + at, y, mask=inside)
 
 
 @quick
@@ -123,6 +134,7 @@ def _consume(
 def pingpong_kernel(
     x_desc, w_desc, y_ptr, schedule_ptr, weights_ptr, order_ptr, tiles_m, M, N, K,
     STAGES: gl.constexpr, TURNED: gl.constexpr, DEEP: gl.constexpr, GROUPED: gl.constexpr, WEIGHTED: gl.constexpr,
+    ROWWISE: gl.constexpr,
 ):  # fmt: skip
     """y [M, N] BF16 or FP32 = x [M, K], or [K, M] if TURNED, times w [N, K] transposed, or w [K, N] if DEEP.
 
@@ -144,10 +156,11 @@ def pingpong_kernel(
         mbarrier.init(turns.index(group), count=1)
     ring = (x_bufs, w_bufs, full, empty, turns)
     sizes = (tiles_m * tiles_n, tiles_m, tiles_n, M, N, K)
+    pointers = (y_ptr, schedule_ptr, weights_ptr, order_ptr)
     gl.warp_specialize(
         [
-            (_consume, (0, ring, sizes, y_ptr, schedule_ptr, weights_ptr, order_ptr, TURNED, DEEP, GROUPED, WEIGHTED)),
-            (_consume, (1, ring, sizes, y_ptr, schedule_ptr, weights_ptr, order_ptr, TURNED, DEEP, GROUPED, WEIGHTED)),
+            (_consume, (0, ring, sizes, pointers, TURNED, DEEP, GROUPED, WEIGHTED, ROWWISE)),
+            (_consume, (1, ring, sizes, pointers, TURNED, DEEP, GROUPED, WEIGHTED, ROWWISE)),
             (_produce, (x_desc, w_desc, ring, sizes, schedule_ptr, TURNED, DEEP, GROUPED)),
         ],
         [4, 1],
@@ -187,7 +200,7 @@ def _launch(x, w, y, tile: Tile, tiles_m: int, most: int, turned=False, deep=Fal
             _descriptor(x, *((tile.k, tile.m) if turned else (tile.m, tile.k))),
             _descriptor(w, *((tile.k, tile.n) if deep else (tile.n, tile.k))),
             y, schedule, y if weights is None else weights, order, tiles_m, M, N, K,
-            tile.stages, turned, deep, bool(experts), weights is not None,
+            tile.stages, turned, deep, bool(experts), weights is not None, ROWWISE,
             num_warps=4, maxnreg=REGISTERS, **device.STRICT,
         )  # fmt: skip
 
