@@ -46,8 +46,12 @@ CANDIDATES = [
 MS = {"slow": 2.0, "wrong": 0.5, "lying library": 0.1, "library": 1.0, "too large": 0.2}
 
 
+def clock(named):
+    return [MS[c.name] for c in named]
+
+
 def verdicts():
-    return judge(CANDIDATES, cases(), lambda candidate: MS[candidate.name])
+    return judge(CANDIDATES, cases(), clock)
 
 
 def test_the_fastest_of_those_with_the_bits_is_chosen():
@@ -60,7 +64,7 @@ def test_the_fastest_of_those_with_the_bits_is_chosen():
 
 def test_a_refused_candidate_is_named_with_its_first_element_and_never_timed():
     timed = []
-    found = judge(CANDIDATES, cases(), lambda candidate: timed.append(candidate.name) or 1.0)
+    found = judge(CANDIDATES, cases(), lambda named: [timed.append(c.name) or 1.0 for c in named])
     assert timed == ["slow", "library"]
     by_name = {v.candidate.name: v for v in found}
     assert by_name["wrong"].refused.startswith("wide: row 3, column 7: 0x")
@@ -69,7 +73,7 @@ def test_a_refused_candidate_is_named_with_its_first_element_and_never_timed():
 
 
 def test_nothing_is_chosen_where_nothing_has_the_bits():
-    found = judge([CANDIDATES[1], CANDIDATES[4]], cases(), lambda candidate: 1.0)
+    found = judge([CANDIDATES[1], CANDIDATES[4]], cases(), lambda named: [1.0 for _ in named])
     assert fastest(found) is None and row_of(PRODUCT, 8, found).tile is None
 
 
@@ -81,7 +85,7 @@ def test_a_judge_that_looks_away_is_caught():
     first_case_only = patched(judges, "judge", lambda c, k, clock: judge(c, list(k)[:1], clock))
 
     def law_by_module():
-        found = judges.judge(CANDIDATES, cases(), lambda candidate: MS[candidate.name])
+        found = judges.judge(CANDIDATES, cases(), clock)
         assert fastest(found).candidate.name == "library"
 
     fault = Mutation("only one kind of operand", "a wrong candidate is never chosen", first_case_only, law_by_module)
@@ -89,7 +93,7 @@ def test_a_judge_that_looks_away_is_caught():
 
 
 def test_a_library_that_was_refused_is_not_in_the_table():
-    table = Table({}, {}, [row_of(PRODUCT, 8, judge(CANDIDATES[:3], cases(), lambda candidate: MS[candidate.name]))])
+    table = Table({}, {}, [row_of(PRODUCT, 8, judge(CANDIDATES[:3], cases(), clock))])
     choice = table.choice(PRODUCT, 8)
     assert choice.tile == TILE and choice.library is None
     assert table.rows[0].refused["lying library"].startswith("wide: row 3, column 7")

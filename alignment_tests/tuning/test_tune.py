@@ -28,7 +28,7 @@ def acted(monkeypatch):
     monkeypatch.setattr(gpu.library, "DENSE", libraries)
     monkeypatch.setattr(machine, "facts", lambda home: {"gpu": "none"})
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(subject, "median_ms", lambda calls, replays: float(calls[0]() is None) + 1.0)
+    monkeypatch.setattr(subject, "medians_ms", lambda peers, replays: [float(calls[0]() is None) + 1.0 for calls in peers])  # noqa: E501
 
 
 def test_a_table_is_made_and_holds(acted):
@@ -39,6 +39,12 @@ def test_a_table_is_made_and_holds(acted):
         assert row.library == ("right" if row.product == PRODUCT else None)
         assert set(row.refused) == ({"split"} if row.product == PRODUCT else set())
         assert tune.verify(row, CPU, seed=7) == []
+
+
+def test_what_there_was_no_time_for_is_told(acted):
+    said = []
+    assert tune.tune(CPU, [PRODUCT], rows=(1, 3), say=said.append, seconds=-1).rows == []
+    assert len(said) == 1 and said[0].startswith("out of time after -1 s: 2 rows were not begun, from linear 64 x 128")
 
 
 def test_the_rows_where_a_library_has_the_bits_are_found_one_by_one(acted, monkeypatch):

@@ -34,10 +34,11 @@ class Verdict:
     ms: float | None = None
 
 
-def judge(
-    candidates: Sequence[Candidate], cases: Iterable[Case], clock: Callable[[Candidate], float] | None = None
-) -> list[Verdict]:
-    """Holds every candidate to the bits of every case; then clock(candidate) -> ms for those that have them."""
+Clock = Callable[[Sequence[Candidate]], Sequence[float]]
+
+
+def judge(candidates: Sequence[Candidate], cases: Iterable[Case], clock: Clock | None = None) -> list[Verdict]:
+    """Holds every candidate to the bits of every case; then clock(candidates) -> ms of those that have them."""
     refused: dict[str, str] = {}
     for case in cases:
         for candidate in candidates:
@@ -49,9 +50,9 @@ def judge(
                 unlike = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
             if unlike is not None:
                 refused[candidate.name] = f"{case.what}: {unlike}"
-    return [
-        Verdict(c, refused.get(c.name), clock(c) if clock and c.name not in refused else None) for c in candidates
-    ]
+    right = [c for c in candidates if c.name not in refused]
+    times = dict(zip((c.name for c in right), clock(right), strict=True)) if clock and right else {}
+    return [Verdict(c, refused.get(c.name), times.get(c.name)) for c in candidates]
 
 
 def fastest(verdicts: Iterable[Verdict]) -> Verdict | None:

@@ -1,15 +1,15 @@
 """A product with some rows on a GPU: operands, the reference, candidates, and how long one takes."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from minitransformer.ops import dispatch, gpu, grouped_linear, linear
 from minitransformer.tuning import proof
-from minitransformer.tuning.judge import Candidate, Case
+from minitransformer.tuning.judge import Candidate, Case, Clock
 from minitransformer.tuning.table import Product
-from minitransformer.tuning.timing import copies, median_ms
+from minitransformer.tuning.timing import copies, medians_ms
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TOP_K = 8  # slots a token where experts are timed
@@ -95,8 +95,8 @@ class Subject:
             runs = {n: lambda x, w, f=f: f(x, w.t(), out) for n, f in gpu.library.DENSE.items()}
         return [Candidate(n, run, library=n) for n, run in runs.items()]
 
-    def clock(self, seed: int) -> Callable[[Candidate], float]:
-        """Median ms over operands that do not stay in the L2 cache."""
+    def clock(self, seed: int) -> Clock:
+        """Median ms over operands that do not stay in the L2 cache; the candidates take turns."""
         p = self.product
         few = copies(2 * p.N * p.K) if not self.grouped else 4 if self.M < 16 * TOP_K else 1
         sets = [self.operands("normal", seed)]
@@ -104,7 +104,7 @@ class Subject:
             x, w, *rest = sets[0]
             sets.append((x, torch.randn_like(w), *rest) if not self.grouped
                         else (x, w, _routing(self.M, p.groups, seed + i).to(self.home), *rest[1:]))  # fmt: skip
-        return lambda candidate: median_ms([lambda ops=ops: candidate.run(*ops) for ops in sets], replays=7)
+        return lambda named: medians_ms([[lambda c=c, ops=ops: c.run(*ops) for ops in sets] for c in named], replays=7)
 
 
 def tile_name(tile: tuple) -> str:

@@ -73,12 +73,15 @@ def tune(
     say: Callable[[str], None] = print, seconds: float = float("inf"),
 ) -> Table:  # fmt: skip
     """A table of this machine. rows: tokens; experts see TOP_K times as many. seconds: no row is begun after them."""
-    begin, table = time.monotonic(), Table(machine.facts(home), machine.specs())
+    begin, late, table = time.monotonic(), [], Table(machine.facts(home), machine.specs())
     for product in products:
         used: set[str] = set()
         for tokens in rows:
             M = tokens * TOP_K if product.groups > 1 else tokens
-            if M * product.N > MOST_OUTPUTS and product.groups == 1 or time.monotonic() - begin > seconds:
+            if M * product.N > MOST_OUTPUTS and product.groups == 1:
+                continue
+            if time.monotonic() - begin > seconds:
+                late.append(f"{product}, {M} rows")
                 continue
             subject = Subject(product, M, home)
             first = all(row.product != product for row in table.rows)  # the CPU is slow: once a product
@@ -95,6 +98,8 @@ def tune(
         for library in sorted(used) if product.groups == 1 else ():
             table.proven.append(proven_rows(product, library, every, home, seed))
             say(f"{product}: {library} has the bits for rows {table.proven[-1].rows}")
+    if late:
+        say(f"out of time after {seconds:.0f} s: {len(late)} rows were not begun, from {late[0]} on; raise --seconds")
     _merge(table)
     return Table(table.machine, table.spec, table.rows, table.proven)
 
