@@ -7,7 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from gpu_bench.products import best, differing, schedules
-from gpu_bench.timing import median_ms
+from gpu_bench.timing import medians_ms
 from minitransformer.batch import Batch
 from minitransformer.ops import attention, gpu
 
@@ -53,7 +53,8 @@ def _theirs(q, k, v, backend: SDPBackend, causal: bool):
     return call
 
 
-def _measure(batch: Batch, q, k, v) -> dict:
+def _measure(batch: Batch, q, k, v, peers: dict) -> dict:
+    """peers: a library's name -> its call."""
     on = batch.to("cuda")
     o = attention.forward(q, k, v, on)[0]
     longest = max(b - a for a, b in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False))
@@ -68,8 +69,9 @@ def _measure(batch: Batch, q, k, v) -> dict:
         o,
         lambda s: [lambda: gpu.attention.forward(q, k, v, on, s)],
     )
-    ms = median_ms([lambda: attention.forward(q, k, v, on)])
-    return {"op": "attention", "wrong": _check(o, q, k, v, batch), "ms": ms, "best": best(times), "schedules": times}
+    ms, *theirs = medians_ms([[lambda: attention.forward(q, k, v, on)], *([call] for call in peers.values())])
+    return {"op": "attention", "wrong": _check(o, q, k, v, batch), "ms": ms, "best": best(times), "schedules": times,
+            "torch": dict(zip(peers, theirs, strict=True)), "torch_ms": min(theirs, default=float("nan"))}  # fmt: skip
 
 
 def prefill(shapes=PREFILL) -> Iterator[dict]:
@@ -78,15 +80,12 @@ def prefill(shapes=PREFILL) -> Iterator[dict]:
         k, v = (torch.randn(S * n, KV_HEADS, WIDTH, device="cuda", dtype=BF16) for _ in range(2))
         split = [x.view(S, n, -1, WIDTH).transpose(1, 2) for x in (q, k, v)]
         flops = 4 * HEADS * WIDTH * S * n * (n + 1) / 2
-        theirs = {}
-        for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
-            if call := _theirs(*split, backend, True):
-                theirs[backend.name] = median_ms([call])
+        backends = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
+        peers = {one.name: call for one in backends if (call := _theirs(*split, one, True))}
         for kind in ("packed", "paged"):
             batch = Batch.packed([[0] * n] * S) if kind == "packed" else _paged(S, n, n)[0]
-            row = _measure(batch, q, k, v)
-            row |= {"shape": f"prefill {kind}", "M": f"{S} x {n}", "tflops": 1e-9 * flops / row["ms"], "torch": theirs}
-            yield row | {"torch_ms": min(theirs.values(), default=float("nan"))}
+            row = _measure(batch, q, k, v, peers)
+            yield row | {"shape": f"prefill {kind}", "M": f"{S} x {n}", "tflops": 1e-9 * flops / row["ms"]}
 
 
 def decode(shapes=DECODE) -> Iterator[dict]:
@@ -96,6 +95,5 @@ def decode(shapes=DECODE) -> Iterator[dict]:
         k, v = (torch.randn(rows, KV_HEADS, WIDTH, device="cuda", dtype=BF16) for _ in range(2))
         split = [q[:, :, None], *(x[: S * n].view(S, n, -1, WIDTH).transpose(1, 2) for x in (k, v))]
         call = _theirs(*split, SDPBackend.FLASH_ATTENTION, False)
-        row = _measure(batch, q, k, v)
-        row |= {"shape": "decode", "M": f"{S} x {n}", "tb_s": 4e-9 * S * n * KV_HEADS * WIDTH / row["ms"]}
-        yield row | {"torch_ms": median_ms([call]) if call else float("nan")}
+        row = _measure(batch, q, k, v, {"flash": call} if call else {})
+        yield row | {"shape": "decode", "M": f"{S} x {n}", "tb_s": 4e-9 * S * n * KV_HEADS * WIDTH / row["ms"]}

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 
 from gpu_bench.products import BF16, EXPERTS, TOP_K, best, routing, schedules
-from gpu_bench.timing import copies, median_ms
+from gpu_bench.timing import copies, medians_ms
 from minitransformer.models.qwen3_moe.experts import Bf16Experts, QuantisedExperts
 from minitransformer.ops import dispatch, gpu, grouped_linear, mxfp8, nvfp4
 from minitransformer.ops import quantised_linear as op
@@ -59,8 +59,8 @@ def products(tokens=TOKENS) -> Iterator[dict]:
             tiles = [s for s in forms.PACKED_CANDIDATES if s.fits(K) and s.depth > 2 and T <= 1024]
             tiles += [forms.choose(R, EXPERTS)] if T >= 64 else []
             times = schedules(tiles, lambda tile, calls=calls: calls(tile)[0](), got, calls, differing)
-            ms = median_ms([lambda p=p, args=args, t=out_dtype: op.forward(*args, p, t) for _, p in plans])
-            peer = median_ms([lambda p=p, x=x, w=w: grouped_linear.forward(x, w, p) for _, p in plans])
+            ms, peer = medians_ms([[lambda p=p, args=args, t=out_dtype: op.forward(*args, p, t) for _, p in plans],
+                                   [lambda p=p, x=x, w=w: grouped_linear.forward(x, w, p) for _, p in plans]])  # fmt: skip
             used = len(set().union(*({e for e in range(EXPERTS) if h.offsets[e + 1] > h.offsets[e]} for h, _ in plans)))
             size = used / len(plans) * N * K * 0.5625 + R * (2 * K + got.element_size() * N)
             yield {
@@ -90,8 +90,8 @@ def experts(tokens=TOKENS, recipe: str = "nvfp4_per_token") -> Iterator[dict]:
             gpu.quantised_linear.FEW = -1 if T * TOP_K <= few * EXPERTS else 1 << 30  # the other form
             wrong = differing(got, run(ours, plans[0])) if T <= 1024 else 0
             gpu.quantised_linear.FEW = few
-            ms, peer = (median_ms([lambda p=p, leaf=leaf, run=run: run(leaf, p) for p in plans])
-                        for leaf in (ours, plain))  # fmt: skip
+            ms, peer = medians_ms([[lambda p=p, leaf=leaf, run=run: run(leaf, p) for p in plans]
+                                   for leaf in (ours, plain)])  # fmt: skip
         yield {"op": "experts", "shape": recipe, "M": T, "wrong": wrong, "ms": ms, "torch_ms": peer, "best": ["", ms]}
 
 
@@ -117,9 +117,9 @@ def quantisers() -> Iterator[dict]:
         wrong = sum(differing(a[:8].cpu(), b) for a, b in zip(got, want, strict=True))
         size = sum(t.numel() * t.element_size() for t in (x, *got))
         sets = [x] + [x.clone() for _ in range(copies(size, 16) - 1)]
-        ms = median_ms([lambda x=x, call=call: call(x) for x in sets])
         source = [torch.empty(size // 2, dtype=torch.uint8, device="cuda") for _ in range(copies(size, 16))]
         target = torch.empty_like(source[0])
-        copy = median_ms([lambda s=s, t=target: t.copy_(s) for s in source])
+        ms, copy = medians_ms([[lambda x=x, call=call: call(x) for x in sets],
+                               [lambda s=s, t=target: t.copy_(s) for s in source]])  # fmt: skip
         yield {"op": "quantise", "shape": name, "M": len(x), "wrong": wrong, "ms": ms, "torch_ms": copy,
                "best": ["", ms], "tb_s": 1e-9 * size / ms}  # fmt: skip

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from gpu_bench.products import EXPERTS, TOP_K
-from gpu_bench.timing import copies, median_ms
+from gpu_bench.timing import copies, medians_ms
 from minitransformer.ops import dispatch, embedding, logprob, rms_norm, rope, router, swiglu
 
 BF16 = torch.bfloat16
@@ -77,11 +77,11 @@ def _measure(name: str, T: int, operands: list[torch.Tensor], call: Callable, wr
     read = [result[0] if name == "embedding" and x.dim() == 2 else x for x in operands]
     size = sum(x.numel() * x.element_size() for x in (*read, *result))
     sets = [operands] + [[x.clone() for x in operands] for _ in range(copies(size, 16) - 1)]
-    ms = median_ms([lambda ops=ops: call(*ops) for ops in sets])
     # A copy of n bytes reads n and writes n.
     source = [torch.empty(size // 2, dtype=torch.uint8, device="cuda") for _ in range(copies(size, 16))]
     target = torch.empty_like(source[0])
-    copy = median_ms([lambda s=s: target.copy_(s) for s in source])
+    calls = [lambda ops=ops: call(*ops) for ops in sets], [lambda s=s: target.copy_(s) for s in source]
+    ms, copy = medians_ms(calls)
     return {
         "op": "rows", "shape": name, "M": T, "wrong": wrong, "ms": ms, "torch_ms": copy, "best": ["", ms],
         "tb_s": 1e-9 * size / ms, "bytes": size,
