@@ -59,8 +59,9 @@ def products(tokens=TOKENS) -> Iterator[dict]:
             tiles = [s for s in forms.PACKED_CANDIDATES if s.fits(K) and s.depth > 2 and T <= 1024]
             tiles += [forms.choose(R, EXPERTS)] if T >= 64 else []
             times = schedules(tiles, lambda tile, calls=calls: calls(tile)[0](), got, calls, differing)
-            ms, peer = medians_ms([[lambda p=p, args=args, t=out_dtype: op.forward(*args, p, t) for _, p in plans],
-                                   [lambda p=p, x=x, w=w: grouped_linear.forward(x, w, p) for _, p in plans]])  # fmt: skip
+            calls = [[lambda p=p, args=args, t=out_dtype: op.forward(*args, p, t) for _, p in plans],
+                     [lambda p=p, x=x, w=w: grouped_linear.forward(x, w, p) for _, p in plans]]  # fmt: skip
+            ms, peer = medians_ms(calls)
             used = len(set().union(*({e for e in range(EXPERTS) if h.offsets[e + 1] > h.offsets[e]} for h, _ in plans)))
             size = used / len(plans) * N * K * 0.5625 + R * (2 * K + got.element_size() * N)
             yield {
