@@ -91,6 +91,10 @@ def _consume(
     steps = gl.cdiv(K, DEPTH)
     number, round_ = which, 0
     for tile in range(gl.program_id(0) + which * gl.num_programs(0), tiles, 2 * gl.num_programs(0)):
+        row, end, column, _ = _place(tile, tiles_m, tiles_n, M, N, schedule_ptr, TILE_M, TILE_N, GROUPED)
+        if WEIGHTED:  # read here, where there is time, and not before the stores
+            rows = row + gl.arange(0, TILE_M, gl.SliceLayout(1, layout))
+            weights = gl.load(weights_ptr + gl.load(order_ptr + rows, mask=rows < end, other=0))
         acc = gl.zeros((TILE_M, TILE_N), gl.float32, layout)
         mbarrier.wait(turns.index(which), (round_ & 1) ^ (1 - which))  # group 0's first turn is free
         for s in range(steps):
@@ -110,11 +114,8 @@ def _consume(
         mbarrier.arrive(empty.index((number * steps + steps - 1) % STAGES))
         number += 2
         round_ += 1
-        row, end, column, _ = _place(tile, tiles_m, tiles_n, M, N, schedule_ptr, TILE_M, TILE_N, GROUPED)
         if WEIGHTED:
-            rows = row + gl.arange(0, TILE_M, gl.SliceLayout(1, layout))
-            slots = gl.load(order_ptr + rows, mask=rows < end, other=0)
-            acc = acc * gl.load(weights_ptr + slots)[:, None]  # fl: the routing weight in FP32
+            acc = acc * weights[:, None]  # fl: the routing weight in FP32
         y = acc.to(y_ptr.dtype.element_ty)  # BF16: a NaN is 0x7fff, the hardware's
         if ROWWISE:  # 16 bytes a thread, and whole lines a warp
             each: gl.constexpr = 128 // y_ptr.dtype.element_ty.primitive_bitwidth
@@ -200,7 +201,7 @@ def _launch(x, w, y, tile: Tile, tiles_m: int, most: int, turned=False, deep=Fal
             _descriptor(x, *((tile.k, tile.m) if turned else (tile.m, tile.k))),
             _descriptor(w, *((tile.k, tile.n) if deep else (tile.n, tile.k))),
             y, schedule, y if weights is None else weights, order, tiles_m, M, N, K,
-            tile.stages, turned, deep, bool(experts), weights is not None, ROWWISE,
+            tile.stages, turned, deep, bool(experts), weights is not None, ROWWISE and y.dtype == torch.bfloat16,
             num_warps=4, maxnreg=REGISTERS, **device.STRICT,
         )  # fmt: skip
 
