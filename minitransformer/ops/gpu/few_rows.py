@@ -1,10 +1,10 @@
 """The product of few rows (few_rows.cu): 16 columns a block, their whole weight in shared memory."""
 
 import torch
-import triton
 from torch import Tensor
 
 from minitransformer.ops.gpu import cuda
+from minitransformer.ops.gpu.launch import cdiv, on
 from minitransformer.ops.gpu.tiles import Tile
 
 SOURCE = "few_rows.cu"
@@ -17,7 +17,7 @@ def defines(tile: Tile, fp32: bool) -> tuple[tuple[str, int], ...]:
 
 def shared(tile: Tile, M: int, K: int) -> int:
     """Bytes: the weight's 16 rows and those of x, padded, and a barrier for each chunk."""
-    return (16 + min(M, tile.m)) * (2 * K + 16) + 8 * triton.cdiv(K, tile.k) + 16
+    return (16 + min(M, tile.m)) * (2 * K + 16) + 8 * cdiv(K, tile.k) + 16
 
 
 def fits(tile: Tile, M: int, K: int) -> bool:
@@ -30,8 +30,8 @@ def product(x: Tensor, w: Tensor, y: Tensor, tile: Tile) -> None:
     if not fits(tile, M, K):
         raise ValueError(f"few_rows: {tile} takes no K of {K} with {M} rows")
     bytes_ = shared(tile, M, K)
-    with torch.cuda.device(x.device):
+    with on(x.device):
         # Allowed all there is, so that one function serves every M.
         function = cuda.kernel(x.device, SOURCE, "few_rows", defines(tile, y.dtype == torch.float32), SHARED_LIMIT)
-        blocks = triton.cdiv(N, 16) * triton.cdiv(M, tile.m)
+        blocks = cdiv(N, 16) * cdiv(M, tile.m)
         cuda.launch(function, blocks, 32 * (tile.warps + 1), bytes_, (x, w, y, M, N, K))

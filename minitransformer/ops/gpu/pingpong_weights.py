@@ -4,8 +4,6 @@ An expert's last step reaches into the next one's rows, which may hold a NaN: th
 memory before the step, while the step before runs.
 """
 
-import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,7 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from minitransformer.ops.gpu import device
-from minitransformer.ops.gpu.pingpong import REGISTERS, _descriptor
+from minitransformer.ops.gpu.launch import Window, cdiv, on, quick
+from minitransformer.ops.gpu.pingpong import REGISTERS
 from minitransformer.ops.gpu.tiles import Tile
 
 
@@ -114,6 +113,7 @@ def _consume(which, ring, sizes, dw_ptr, offsets_ptr):
         gl.store(dw_ptr + at, y, mask=(rows < N)[:, None] & (columns < K)[None, :])
 
 
+@quick
 @gluon.jit(do_not_specialize=["experts"])
 def weights_kernel(dy_desc, x_desc, dw_ptr, offsets_ptr, experts, N, K, STAGES: gl.constexpr):
     """dY [R, N], X [R, K] -> dW [experts, N, K] BF16."""
@@ -147,9 +147,10 @@ def product(dy: Tensor, x: Tensor, dw: Tensor, bounds: Tensor, tile: Tile) -> No
     Contiguous on one Hopper GPU, rows at multiples of 16 bytes. bounds int64 [E + 1]. tile: m of N, n of K, k rows.
     """
     E, N, K = dw.shape
-    most = E * triton.cdiv(N, tile.m) * triton.cdiv(K, tile.n)
-    with torch.cuda.device(dw.device):
+    most = E * cdiv(N, tile.m) * cdiv(K, tile.n)
+    with on(dw.device):
         weights_kernel[(min(device.multiprocessors(dw.device), most),)](
-            _descriptor(dy, tile.k, tile.m), _descriptor(x, tile.k, tile.n), dw, bounds, E, N, K, tile.stages,
+            Window(dy, (tile.k, tile.m), gluon=True), Window(x, (tile.k, tile.n), gluon=True), dw, bounds, E, N, K,
+            tile.stages,
             num_warps=4, maxnreg=REGISTERS, **device.STRICT,
         )  # fmt: skip
