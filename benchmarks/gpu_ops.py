@@ -41,7 +41,7 @@ def main() -> None:
         print("no CUDA device: nothing measured")
         return
     import triton
-    from gpu_bench import attend, products, quantised
+    from gpu_bench import attend, gradients, products, quantised
     from gpu_bench import rows as row_ops
     from gpu_bench.timing import geometric_mean
 
@@ -52,6 +52,7 @@ def main() -> None:
     sources = {op: partial(getattr(products, op), every=args.every) for op in ("dense", "grouped")}
     sources |= {"prefill": attend.prefill, "decode": attend.decode, "rows": row_ops.rows}
     sources |= {"fp4": quantised.products, "experts": quantised.experts, "quantise": quantised.quantisers}
+    sources |= {"gradients": gradients.gradients}
     begin, rows = time.monotonic(), []
     for op in args.ops:
         print(f"-- {op}")
