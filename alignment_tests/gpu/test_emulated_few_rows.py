@@ -33,7 +33,7 @@ extern "C" void run(int blocks, int threads, int shared, const u16 *x, const u16
     launch(blocks, threads, shared, [=] { few_rows(x, w, y, M, N, K); });
 }
 """
-TILES = (Tile(8, 16, 256, 1, 1, whole=True), Tile(16, 16, 512, 2, 1, whole=True))
+TILES = (Tile(8, 16, 256, 3, 1, whole=True), Tile(8, 16, 1024, 3, 1, whole=True))
 
 
 def product(folder, x, w, tile: Tile, out_dtype, text: str) -> torch.Tensor:
@@ -42,7 +42,7 @@ def product(folder, x, w, tile: Tile, out_dtype, text: str) -> torch.Tensor:
     host = emulated.host_text(text, CALLS, ENTRY)
     run = emulated.library(str(folder), host, few_rows.defines(tile, out_dtype == torch.float32)).run
     blocks = -(-N // 16) * -(-M // tile.m)
-    run(blocks, 32 * (tile.warps + 1), few_rows.shared(tile, M, K), *map(emulated._at, (x, w, y)), M, N, K)
+    run(blocks, 32 * tile.warps, few_rows.shared(tile, M, K), *map(emulated._at, (x, w, y)), M, N, K)
     return y
 
 
@@ -65,7 +65,7 @@ FAULTS = {
     "a step of the weight with another step of x": ("load_blocks(low + 32 * i)", "load_blocks(low + 32 * (i ^ 1))"),
     "the weight's blocks in another order": ("(lane >> 4) * 16;", "(lane >> 3 & 1) * 16;"),
     "the second step of a pair takes the first's x": ("j % 2 ? b[j / 2].w : b[j / 2].y", "b[j / 2].y"),
-    "a row of x taken for its neighbour": ("(lane & 7), rows", "(lane & 6), rows"),
+    "a row of x taken for its neighbour": ("min(lane & 7,", "min(lane & 6,"),
     "the last steps left out": ("for (; left > 0; left--", "for (; left > 1; left--"),
 }  # fmt: skip
 

@@ -2,15 +2,18 @@
 //
 // The chain over K is one step of mma.m16n8k16 after another, some 33 cycles each, and may not be split: 256 steps for
 // K = 4096, longer than the weight takes to arrive. So a warp does nothing but the chain, and all that it will read is
-// on its way from the start: the last warp copies the weight's 16 rows and the rows of x into shared memory, CHUNK
-// columns behind one barrier. The weight is the operand with 16 rows; each of the other warps has 8 rows of x.
+// on its way from the start: two others copy the weight's 16 rows and 8 rows of x into shared memory, CHUNK columns
+// behind one barrier. A copy costs some 30 ns whatever its length, so CHUNK is large. The weight is the operand with 16
+// rows, x the one with 8.
 //
-// Compiled with: WARPS (of the chain), CHUNK, FP32_OUT.
+// Compiled with: CHUNK, FP32_OUT.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef long long i64;
 
+#define ROWS 8    // of x
+#define COPYING 2 // warps
 #define GROUP 16  // steps without a branch between them
 #define NEAR 3    // steps between a read of shared memory and its use
 
@@ -67,37 +70,39 @@ __device__ __forceinline__ void store(void *y, i64 at, float value) {
 }
 
 // x [M, K], w [N, K] BF16 -> y [M, N]; K a multiple of 16, x and w aligned to 16 bytes.
-extern "C" __global__ void __launch_bounds__(32 * WARPS + 32) few_rows(const u16 *x, const u16 *w, void *y, int M, int N,
-        int K) {
+extern "C" __global__ void __launch_bounds__(32 + 32 * COPYING) few_rows(const u16 *x, const u16 *w, void *y, int M,
+        int N, int K) {
     extern __shared__ __align__(16) char shared[];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int stride = 2 * K + 16, chunks = (K + CHUNK - 1) / CHUNK;  // 16: eight rows' pieces fill the 32 banks
-    const int tiles = (N + 15) / 16, n0 = blockIdx.x % tiles * 16, m0 = blockIdx.x / tiles * 8 * WARPS;
-    const int columns = min(N - n0, 16), rows = min(M - m0, 8 * WARPS);
+    const int tiles = (N + 15) / 16, n0 = blockIdx.x % tiles * 16, m0 = blockIdx.x / tiles * ROWS;
+    const int columns = min(N - n0, 16), rows = min(M - m0, ROWS);
     const u32 base = (u32)__cvta_generic_to_shared(shared), x_base = base + 16 * stride;
-    const u32 barriers = x_base + min(M, 8 * WARPS) * stride;
+    const u32 barriers = x_base + min(M, ROWS) * stride;
 
-    if (threadIdx.x == 32 * WARPS) {
+    if (threadIdx.x == 0) {
         for (int c = 0; c < chunks; c++)
             asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(barriers + 8 * c) : "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
     __syncthreads();
-    if (warp == WARPS) {
+    if (warp > 0) {
         if (lane) return;
         for (int c = 0; c < chunks; c++) {
             const int k = c * CHUNK;
             const u32 bytes = 2 * min(CHUNK, K - k), barrier = barriers + 8 * c;
-            expect(barrier, (columns + rows) * bytes);
-            for (int i = 0; i < columns; i++) copy(base + i * stride + 2 * k, w + (i64)(n0 + i) * K + k, bytes, barrier);
-            for (int i = 0; i < rows; i++) copy(x_base + i * stride + 2 * k, x + (i64)(m0 + i) * K + k, bytes, barrier);
+            if (warp == 1) expect(barrier, (columns + rows) * bytes);
+            for (int i = warp - 1; i < rows; i += COPYING)
+                copy(x_base + i * stride + 2 * k, x + (i64)(m0 + i) * K + k, bytes, barrier);
+            for (int i = warp - 1; i < columns; i += COPYING)
+                copy(base + i * stride + 2 * k, w + (i64)(n0 + i) * K + k, bytes, barrier);
         }
         return;
     }
 
     // Blocks: rows 0 .. 7 and 8 .. 15 of the weight, then the next 8 columns; of x four times 8 columns, two steps.
     u32 low = base + (lane & 15) * stride + (lane >> 4) * 16;
-    u32 at = x_base + min(8 * warp + (lane & 7), rows - 1) * stride + (lane >> 3) * 16;
+    u32 at = x_base + min(lane & 7, rows - 1) * stride + (lane >> 3) * 16;
     float acc[4] = {};
     for (int c = 0; c < chunks; c++) {
         wait_for(barriers + 8 * c);
@@ -107,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32) few_rows(const u16
     }
 #pragma unroll
     for (int c = 0; c < 4; c++) {
-        const int m = 8 * warp + 2 * (lane & 3) + (c & 1), n = n0 + (lane >> 2) + (c & 2 ? 8 : 0);
+        const int m = 2 * (lane & 3) + (c & 1), n = n0 + (lane >> 2) + (c & 2 ? 8 : 0);
         if (m < rows && n < N) store(y, (i64)(m0 + m) * N + n, acc[c]);
     }
 }

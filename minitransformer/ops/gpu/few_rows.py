@@ -12,7 +12,7 @@ SHARED_LIMIT = 227 << 10
 
 
 def defines(tile: Tile, fp32: bool) -> tuple[tuple[str, int], ...]:
-    return ("WARPS", tile.m // 8), ("CHUNK", tile.k), ("FP32_OUT", int(fp32))
+    return ("CHUNK", tile.k), ("FP32_OUT", int(fp32))
 
 
 def shared(tile: Tile, M: int, K: int) -> int:
@@ -34,4 +34,4 @@ def product(x: Tensor, w: Tensor, y: Tensor, tile: Tile) -> None:
         # Allowed all there is, so that one function serves every M.
         function = cuda.kernel(x.device, SOURCE, "few_rows", defines(tile, y.dtype == torch.float32), SHARED_LIMIT)
         blocks = cdiv(N, 16) * cdiv(M, tile.m)
-        cuda.launch(function, blocks, 32 * (tile.warps + 1), bytes_, (x, w, y, M, N, K))
+        cuda.launch(function, blocks, 32 * tile.warps, bytes_, (x, w, y, M, N, K))

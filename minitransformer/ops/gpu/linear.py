@@ -75,8 +75,7 @@ CANDIDATES = (
     Tile(128, 256, 64, 8, 3, tma=True), Tile(256, 128, 64, 8, 3, tma=True),
     Tile(64, 128, 64, 4, 8, pingpong=True), Tile(64, 256, 64, 4, 5, pingpong=True),
     Tile(128, 128, 64, 4, 6, pingpong=True), Tile(128, 128, 128, 4, 3, pingpong=True),
-    Tile(8, 16, 256, 1, 1, whole=True), Tile(8, 16, 512, 1, 1, whole=True), Tile(16, 16, 512, 2, 1, whole=True),
-    Tile(32, 16, 512, 4, 1, whole=True),
+    Tile(8, 16, 512, 3, 1, whole=True), Tile(8, 16, 1024, 3, 1, whole=True), Tile(8, 16, 2048, 3, 1, whole=True),
 )  # fmt: skip
 REFERENCE = Tile(64, 64, 64, 4, 6)  # plain loads, which take any K: what other candidates are compared with
 
@@ -86,7 +85,7 @@ def fits(tile: Tile, M: int, N: int, K: int) -> bool:
     if (tile.tma or tile.pingpong) and K % 8:
         return False
     if tile.whole:
-        return M <= 2 * tile.m and few_rows.fits(tile, M, K)
+        return M <= tile.m and few_rows.fits(tile, M, K)
     tiles = -(-M // tile.m) * -(-N // tile.n)
     least = 64 if tile.tma else 16  # the copy engine fills rows past M without reading them
     return tile.m <= max(least, 2 * M) and (tiles <= 1200 or tile.m * tile.n >= 8192 or M <= tile.m)
