@@ -29,8 +29,10 @@ from minitransformer.ops.gpu import (
     attention_tiles,
     device,
     grouped_linear,
+    grouped_linear_backward,
     linear,
     pingpong,
+    pingpong_weights,
 )
 from minitransformer.ops.gpu.tiles import Tile
 
@@ -70,7 +72,7 @@ def _pingpong(name: str, tile: Tile, out: str, turned=False, deep=False, grouped
     descs = (f"tensordesc<bf16{b},{gl.NVMMASharedLayout.get_default_for(b, gl.bfloat16)!r}>" for b in blocks)
     types = (*descs, out, "*i32", "*fp32", "*i64", "i32!", "i32!", "i32", "i32")
     flags = (*device.STRICT.items(), ("maxnreg", pingpong.REGISTERS))
-    constants = (tile.stages, turned, deep, grouped, weighted, pingpong.ROWWISE)
+    constants = (tile.stages, turned, deep, grouped, weighted)
     return Case(name, pingpong.pingpong_kernel, types, constants, 4, 1, flags)
 
 
@@ -103,6 +105,20 @@ def _grouped_linear() -> Iterator[Case]:
                 yield _pingpong(name, tile, "*bf16", grouped=True, weighted=weighted)
                 continue
             yield Case(name, grouped_linear.grouped_kernel, types, constants, tile.warps, tile.stages)
+
+
+def _gradients() -> Iterator[Case]:
+    """What backward_cases.py has not: the persistent products."""
+    for tile in grouped_linear_backward.DX_CANDIDATES:
+        if tile.pingpong:
+            yield _pingpong(f"grouped_linear dX {tile}", tile, "*bf16", deep=True, grouped=True)
+    for tile in grouped_linear_backward.DW_CANDIDATES:
+        if tile.pingpong:
+            blocks = [tile.k, tile.m], [tile.k, tile.n]
+            descs = (f"tensordesc<bf16{b},{gl.NVMMASharedLayout.get_default_for(b, gl.bfloat16)!r}>" for b in blocks)
+            types = (*descs, "*bf16", "*i64", "i32!", "i32", "i32")
+            flags = (*device.STRICT.items(), ("maxnreg", pingpong.REGISTERS))
+            yield Case(f"grouped_linear dW {tile}", pingpong_weights.weights_kernel, types, (tile.stages,), 4, 1, flags)
 
 
 ATTENTION = (
@@ -156,7 +172,7 @@ def row_cases() -> list[Case]:
 
 def tensor_core_cases() -> list[Case]:
     return [
-        *_linear(), *_grouped_linear(), *_attention(), *_attention_rings(), *_fold(),
+        *_linear(), *_grouped_linear(), *_gradients(), *_attention(), *_attention_rings(), *_fold(),
         *(Case(*case) for case in (*backward_cases.products(), *quantised_cases.products())),
     ]  # fmt: skip
 

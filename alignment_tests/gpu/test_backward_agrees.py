@@ -73,14 +73,14 @@ def test_grouped_linear(N, K, counts):
 
 
 # A NaN that FP32 arithmetic makes has another sign on each machine; the routing weights' gradient is FP32.
-@pytest.mark.parametrize("which", range(5))
+@pytest.mark.parametrize("which", range(4))
 def test_grouped_linear_for_every_schedule_and_kind_of_value(which):
     module = gpu.grouped_linear_backward
     every = module.DX_CANDIDATES, module.WEIGHTED_CANDIDATES, module.DW_CANDIDATES
-    assert max(map(len, every)) == 5
+    assert max(map(len, every)) == 4
     tiles = tuple(some[which % len(some)] for some in every)
     for kind in VALUES:
-        plan, dy, x, w, weights = experts(kind, COUNTS["uneven"], 136, 192, 20)
+        plan, dy, x, w, weights = experts(kind, COUNTS["uneven"], 192, 136, 20)
         for scale in (None, weights):
             want = grouped_linear.backward(dy, x, w, plan, scale)
             dots = 2 if scale is None or kind in ("special", "finite") else 3
@@ -144,7 +144,10 @@ def test_grouped_linear_keeps_a_neighbours_nan_out():
     for t in (dy, x):
         t[5:75] = torch.nan
     want = grouped_linear.backward(dy, x, w, plan, None)
-    agree(grouped_linear.backward(*on_gpu(dy, x, w), plan.to("cuda"), None)[:2], want[:2], "neighbours")
+    module = gpu.grouped_linear_backward
+    for tiles in (None, (module.DX_CANDIDATES[-1], module.WEIGHTED_CANDIDATES[-1], module.DW_CANDIDATES[-1])):
+        got = module.backward(*on_gpu(dy, x, w), plan.to("cuda"), None, True, tiles)
+        agree(got[:2], want[:2], f"neighbours {tiles}")
     assert want[1][[0, 2, 3]].isfinite().all()
 
 

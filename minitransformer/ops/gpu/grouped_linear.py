@@ -57,7 +57,7 @@ CANDIDATES = (
     Tile(16, 128, 64, 4, 5), Tile(16, 128, 128, 4, 4), Tile(16, 64, 128, 4, 5, swap=True),
     Tile(16, 128, 64, 4, 5, swap=True), Tile(16, 128, 128, 4, 4, swap=True), Tile(32, 128, 64, 4, 5),
     Tile(64, 128, 64, 4, 4), Tile(64, 256, 64, 8, 4), Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 3),
-    Tile(64, 128, 64, 4, 6, pingpong=True), Tile(64, 256, 64, 4, 5, pingpong=True),
+    Tile(64, 128, 64, 4, 6, pingpong=True), Tile(64, 256, 64, 4, 4, pingpong=True),
     Tile(128, 128, 64, 4, 6, pingpong=True), Tile(128, 128, 128, 4, 3, pingpong=True),
 )  # fmt: skip
 REFERENCE = CANDIDATES[0]  # plain loads, which take any K: what other candidates are compared with

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minitransformer.ops.dispatch import Plan
-from minitransformer.ops.gpu import device
+from minitransformer.ops.gpu import device, pingpong, pingpong_weights
 from minitransformer.ops.gpu.grouped_linear import _expert_of
 from minitransformer.ops.gpu.launch import Window, cdiv, next_power_of_2, on, quick
 from minitransformer.ops.gpu.scalar import LANES, lane_tree
@@ -113,24 +113,22 @@ def scale_kernel(y_ptr, weights_ptr, order_ptr, out_ptr, R, N, ROWS: tl.constexp
 
 
 DX_CANDIDATES = (
-    Tile(16, 128, 64, 4, 4, tma=True), Tile(64, 128, 64, 4, 4, tma=True), Tile(128, 128, 64, 8, 4, tma=True),
-    Tile(128, 128, 64, 4, 3, tma=True), Tile(128, 256, 64, 8, 3, tma=True),
+    Tile(16, 128, 64, 4, 4, tma=True), Tile(64, 128, 64, 4, 4, tma=True), Tile(128, 256, 64, 8, 3, tma=True),
+    Tile(128, 128, 64, 4, 6, pingpong=True),
 )  # fmt: skip
-WEIGHTED_CANDIDATES = (
-    Tile(16, 128, 64, 4, 4, tma=True), Tile(64, 128, 64, 4, 4, tma=True), Tile(128, 128, 64, 8, 4, tma=True),
-    Tile(128, 128, 64, 8, 3, tma=True),
-)  # fmt: skip
+WEIGHTED_CANDIDATES = (Tile(16, 128, 64, 4, 4, tma=True), Tile(64, 128, 64, 4, 4, tma=True))
 DW_CANDIDATES = (
-    Tile(64, 64, 64, 4, 4, tma=True), Tile(128, 128, 64, 4, 3, tma=True), Tile(128, 128, 64, 8, 3, tma=True),
-    Tile(128, 256, 64, 8, 3, tma=True), Tile(128, 256, 32, 8, 4, tma=True),
+    Tile(64, 64, 64, 4, 4, tma=True), Tile(128, 128, 64, 4, 3, tma=True), Tile(128, 128, 64, 4, 6, pingpong=True),
 )  # fmt: skip
 PLAIN = Tile(64, 64, 32, 4, 3)  # where a row is no multiple of 16 bytes, which the copy engine refuses
 
 
-def choose(rows: int, experts: int) -> tuple[Tile, Tile, Tile]:
-    """(dX, dX with routing weights, dW) for the average rows of an expert; the fastest on an H200 at 1,024."""
-    size = 0 if rows <= 16 * experts else 1 if rows <= 96 * experts else 4
-    return DX_CANDIDATES[size], WEIGHTED_CANDIDATES[min(size, 1)], DW_CANDIDATES[min(size, 1)]
+def choose(rows: int, experts: int, N: int) -> tuple[Tile, Tile, Tile]:
+    """(dX, dX with routing weights, dW) for the average rows of an expert; the fastest on an H200."""
+    size = 0 if rows <= 16 * experts else 1 if rows <= 96 * experts else 2
+    if size == 2 and N % 64 == 0:  # a step of 64 does not reach into the next expert's weight
+        size = 3
+    return DX_CANDIDATES[size], WEIGHTED_CANDIDATES[min(size, 1)], DW_CANDIDATES[min(size, 2)]
 
 
 def _tiles(R: int, E: int, m: int) -> int:
@@ -142,6 +140,9 @@ def _dx(dy, w, bounds, R, tile: Tile | None):
     (E, N, K), copied = w.shape, tile is not None
     tile = tile or PLAIN
     dx, tiles = torch.empty(R, K, dtype=torch.bfloat16, device=w.device), _tiles(R, E, tile.m)
+    if tile.pingpong:
+        pingpong.grouped(dy, w, dx, bounds, None, bounds, tile, deep=True)
+        return dx
     left = Window(dy, (tile.m, tile.k)) if copied else dy
     right = Window(w, (1, tile.k, tile.n)) if copied else w
     dx_kernel[(tiles * cdiv(K, tile.n),)](
@@ -168,6 +169,9 @@ def _weighted_dx(dy, x, w, weights, order, bounds, R, tile: Tile | None):
 def _dw(dy, x, w, bounds, tile: Tile | None):
     (E, N, K), copied = w.shape, tile is not None
     tile, dw = tile or PLAIN, torch.empty_like(w)
+    if tile.pingpong:
+        pingpong_weights.product(dy, x, dw, bounds, tile)
+        return dw
     descs = (dy, x)
     if copied:
         descs = (Window(t, (tile.k, s)) for t, s in ((dy, tile.m), (x, tile.n)))
@@ -192,7 +196,7 @@ def backward(
         dots = None if weights is None else torch.zeros_like(weights)
         return torch.zeros_like(x), torch.zeros_like(w) if need_dw else None, dots
     copied = N % 8 == 0 and K % 8 == 0
-    for_dx, for_weighted, for_dw = (tiles or choose(R, E)) if copied else (None, None, None)
+    for_dx, for_weighted, for_dw = (tiles or choose(R, E, N)) if copied else (None, None, None)
     with on(home):
         if weights is None:
             dx, dots, scaled = _dx(dy, w, bounds, R, for_dx), None, dy

@@ -73,7 +73,7 @@ CANDIDATES = (
     Tile(64, 64, 128, 4, 4, tma=True), Tile(64, 128, 64, 4, 5, tma=True), Tile(64, 256, 64, 4, 4, tma=True),
     Tile(128, 64, 64, 4, 6, tma=True), Tile(128, 128, 64, 4, 4, tma=True), Tile(128, 128, 64, 8, 4, tma=True),
     Tile(128, 256, 64, 8, 3, tma=True), Tile(256, 128, 64, 8, 3, tma=True),
-    Tile(64, 128, 64, 4, 8, pingpong=True), Tile(64, 256, 64, 4, 5, pingpong=True),
+    Tile(64, 128, 64, 4, 8, pingpong=True), Tile(64, 256, 64, 4, 4, pingpong=True),
     Tile(128, 128, 64, 4, 6, pingpong=True), Tile(128, 128, 128, 4, 3, pingpong=True),
     Tile(8, 16, 512, 3, 1, whole=True), Tile(8, 16, 1024, 3, 1, whole=True), Tile(8, 16, 2048, 3, 1, whole=True),
 )  # fmt: skip

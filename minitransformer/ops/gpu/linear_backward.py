@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minitransformer.ops.gpu import device
+from minitransformer.ops.gpu import device, pingpong
 from minitransformer.ops.gpu.launch import Window, cdiv, on, quick
 from minitransformer.ops.gpu.tiles import Tile, rows_tile, tile_of, to_bf16
 
@@ -41,19 +41,19 @@ def product_kernel(
 
 
 CANDIDATES = (
-    Tile(64, 64, 64, 4, 4, tma=True), Tile(64, 128, 64, 4, 4, tma=True), Tile(128, 128, 64, 4, 4, tma=True),
-    Tile(128, 128, 64, 8, 4, tma=True), Tile(128, 256, 64, 8, 3, tma=True), Tile(256, 128, 64, 8, 3, tma=True),
+    Tile(64, 64, 64, 4, 4, tma=True), Tile(64, 64, 64, 4, 10, tma=True), Tile(64, 64, 128, 4, 6, tma=True),
+    Tile(64, 128, 64, 4, 4, tma=True), Tile(64, 128, 64, 4, 8, tma=True), Tile(128, 128, 64, 4, 4, tma=True),
+    Tile(128, 256, 64, 8, 3, tma=True), Tile(128, 128, 64, 4, 6, pingpong=True),
 )  # fmt: skip
 PLAIN = Tile(64, 64, 32, 4, 3)  # where a row is no multiple of 16 bytes, which the copy engine refuses
 
 
 def choose(M: int, N: int, programs: int) -> Tile:
     """The largest tile that still gives every multiprocessor work; every choice gives the same bits."""
-    large, square, small, least = CANDIDATES[4], CANDIDATES[2], CANDIDATES[1], CANDIDATES[0]
-    for tile in (large, square, small):
+    for tile in (CANDIDATES[7], CANDIDATES[3]):
         if -(-M // tile.m) * -(-N // tile.n) >= programs and (M > tile.m // 2 and N > tile.n // 2):
             return tile
-    return least
+    return CANDIDATES[1]
 
 
 def product(a: Tensor, b: Tensor, turned: bool, tile: Tile | None = None) -> Tensor:
@@ -65,6 +65,9 @@ def product(a: Tensor, b: Tensor, turned: bool, tile: Tile | None = None) -> Ten
     programs = device.multiprocessors(a.device)
     copied = a.shape[1] % 8 == 0 and N % 8 == 0
     tile = (tile or choose(M, N, programs)) if copied else PLAIN
+    if tile.pingpong:
+        pingpong.product(a, b, y, tile, turned, deep=True)
+        return y
     count = min(programs, cdiv(M, tile.m) * cdiv(N, tile.n))
     left, right = a, b
     if copied:

@@ -18,9 +18,25 @@ from minitransformer.ops.gpu.tiles import Tile
 
 # Of each thread at the launch: 12 warps share the register file; the consumers then take what the loading warp leaves.
 REGISTERS = 168
-ROWWISE = False
 GROUP = gl.constexpr(8)
 SCHEDULE = gl.constexpr(3)  # of each tile of rows: its expert, its first row, the end of the expert's rows
+
+
+@gluon.constexpr_function
+def whole_lines(width):
+    """16 bytes of BF16 a thread, and neighbours in a warp beside each other, so that memory gets whole lines."""
+    lanes = min(32, width // 8)
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
+@gluon.jit
+def to_bf16(acc, GRADIENT: gl.constexpr):
+    """A forward product's NaN is 0x7fff, the hardware's; a gradient's is 0x7fc0 (tiles.to_bf16)."""
+    y = acc.to(gl.bfloat16)
+    if GRADIENT:
+        bits = gl.where(acc == acc, y.to(gl.int16, bitcast=True), 0x7FC0).to(gl.int16)
+        y = bits.to(gl.bfloat16, bitcast=True)
+    return y
 
 
 @gluon.jit
@@ -71,7 +87,7 @@ def _produce(
 @gluon.jit
 def _consume(
     which, ring, sizes, pointers, TURNED: gl.constexpr, DEEP: gl.constexpr, GROUPED: gl.constexpr,
-    WEIGHTED: gl.constexpr, ROWWISE: gl.constexpr,
+    WEIGHTED: gl.constexpr,
 ):  # fmt: skip
     """Tiles number which, which + 2, ... of this program.
 
@@ -116,14 +132,12 @@ def _consume(
         round_ += 1
         if WEIGHTED:
             acc = acc * weights[:, None]  # fl: the routing weight in FP32
-        y = acc.to(y_ptr.dtype.element_ty)  # BF16: a NaN is 0x7fff, the hardware's
-        if ROWWISE:  # 16 bytes a thread, and whole lines a warp
-            each: gl.constexpr = 128 // y_ptr.dtype.element_ty.primitive_bitwidth
-            lanes: gl.constexpr = min(32, TILE_N // each)
-            out: gl.constexpr = gl.BlockedLayout([1, each], [32 // lanes, lanes], [4, 1], [1, 0])
-            y = gl.convert_layout(y, out)
+        if y_ptr.dtype.element_ty == gl.bfloat16:
+            out: gl.constexpr = whole_lines(TILE_N)
+            y = gl.convert_layout(to_bf16(acc, DEEP), out)
         else:
             out: gl.constexpr = layout
+            y = acc
         rows = row + gl.arange(0, TILE_M, gl.SliceLayout(1, out))
         columns = column + gl.arange(0, TILE_N, gl.SliceLayout(0, out))
         at, inside = rows[:, None].to(gl.int64) * N + columns[None, :], (rows < end)[:, None] & (columns < N)[None, :]
@@ -135,7 +149,6 @@ def _consume(
 def pingpong_kernel(
     x_desc, w_desc, y_ptr, schedule_ptr, weights_ptr, order_ptr, tiles_m, M, N, K,
     STAGES: gl.constexpr, TURNED: gl.constexpr, DEEP: gl.constexpr, GROUPED: gl.constexpr, WEIGHTED: gl.constexpr,
-    ROWWISE: gl.constexpr,
 ):  # fmt: skip
     """y [M, N] BF16 or FP32 = x [M, K], or [K, M] if TURNED, times w [N, K] transposed, or w [K, N] if DEEP.
 
@@ -160,8 +173,8 @@ def pingpong_kernel(
     pointers = (y_ptr, schedule_ptr, weights_ptr, order_ptr)
     gl.warp_specialize(
         [
-            (_consume, (0, ring, sizes, pointers, TURNED, DEEP, GROUPED, WEIGHTED, ROWWISE)),
-            (_consume, (1, ring, sizes, pointers, TURNED, DEEP, GROUPED, WEIGHTED, ROWWISE)),
+            (_consume, (0, ring, sizes, pointers, TURNED, DEEP, GROUPED, WEIGHTED)),
+            (_consume, (1, ring, sizes, pointers, TURNED, DEEP, GROUPED, WEIGHTED)),
             (_produce, (x_desc, w_desc, ring, sizes, schedule_ptr, TURNED, DEEP, GROUPED)),
         ],
         [4, 1],
@@ -201,7 +214,7 @@ def _launch(x, w, y, tile: Tile, tiles_m: int, most: int, turned=False, deep=Fal
             _descriptor(x, *((tile.k, tile.m) if turned else (tile.m, tile.k))),
             _descriptor(w, *((tile.k, tile.n) if deep else (tile.n, tile.k))),
             y, schedule, y if weights is None else weights, order, tiles_m, M, N, K,
-            tile.stages, turned, deep, bool(experts), weights is not None, ROWWISE and y.dtype == torch.bfloat16,
+            tile.stages, turned, deep, bool(experts), weights is not None,
             num_warps=4, maxnreg=REGISTERS, **device.STRICT,
         )  # fmt: skip
 
@@ -209,7 +222,8 @@ def _launch(x, w, y, tile: Tile, tiles_m: int, most: int, turned=False, deep=Fal
 def product(x: Tensor, w: Tensor, y: Tensor, tile: Tile, turned: bool = False, deep: bool = False) -> None:
     """Fills y [M, N] BF16 or FP32 with the chain of x [M, K] and w [N, K]; turned: x is [K, M]; deep: w is [K, N].
 
-    Contiguous BF16 on one Hopper GPU, rows of x and w at multiples of 16 bytes, which the copy engine wants.
+    Only gradients read w so: with deep a NaN is theirs, 0x7fc0. Contiguous BF16 on one Hopper GPU, rows of x and w at
+    multiples of 16 bytes, which the copy engine wants.
     """
     tiles_m = cdiv(y.shape[0], tile.m)
     _launch(x, w, y, tile, tiles_m, tiles_m * cdiv(y.shape[1], tile.n), turned, deep)

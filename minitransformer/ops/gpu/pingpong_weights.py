@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from minitransformer.ops.gpu import device
 from minitransformer.ops.gpu.launch import Window, cdiv, on, quick
-from minitransformer.ops.gpu.pingpong import REGISTERS
+from minitransformer.ops.gpu.pingpong import REGISTERS, to_bf16, whole_lines
 from minitransformer.ops.gpu.tiles import Tile
 
 
@@ -51,9 +51,7 @@ def _produce(dy_desc, x_desc, ring, sizes, offsets_ptr):
 @gluon.jit
 def _clear(buffer, rows):
     """Zeros in all rows from `rows` on."""
-    WIDTH: gl.constexpr = buffer.shape[1]
-    lanes: gl.constexpr = min(32, WIDTH // 8)
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+    layout: gl.constexpr = whole_lines(buffer.shape[1])
     value = buffer.load(layout)
     row = gl.arange(0, buffer.shape[0], gl.SliceLayout(1, layout))
     buffer.store(gl.where((row < rows)[:, None], value, gl.zeros_like(value)))
@@ -78,8 +76,7 @@ def _consume(which, ring, sizes, dw_ptr, offsets_ptr):
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_K, 16]
     )
-    lanes: gl.constexpr = min(32, TILE_K // 8)
-    out: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+    out: gl.constexpr = whole_lines(TILE_K)
     programs = gl.num_programs(0)
     step, round_ = 0, 0
     if which == 1:
@@ -106,7 +103,7 @@ def _consume(which, ring, sizes, dw_ptr, offsets_ptr):
         mbarrier.arrive(empty.index((step + steps + STAGES - 1) % STAGES), pred=steps > 0)
         step += steps + others
         round_ += 1
-        y = gl.convert_layout(acc.to(gl.bfloat16), out)  # a NaN is 0x7fff, the hardware's
+        y = gl.convert_layout(to_bf16(acc, True), out)
         rows = i * TILE_N + gl.arange(0, TILE_N, gl.SliceLayout(1, out))
         columns = j * TILE_K + gl.arange(0, TILE_K, gl.SliceLayout(0, out))
         at = (expert.to(gl.int64) * N + rows)[:, None] * K + columns[None, :]
