@@ -39,12 +39,8 @@ def _grouped() -> Iterator[tuple]:
         types = (*pair, "*bf16", "*fp32", "*i64", "*bf16", "*fp32", "*i64", "i32!", "i32!", "i32", "i32")
         constants = (tile.m, tile.k, 128, copied)
         yield f"grouped weighted dX {tile}", grouped.weighted_dx_kernel, types, constants, tile.warps, tile.stages
-    for tile in (*grouped.DW_CANDIDATES[:-1], grouped.PLAIN):
-        copied = tile.tma
-        pair = (_desc(tile.k, tile.m), _desc(tile.k, tile.n)) if copied else ("*bf16", "*bf16")
-        types = (*pair, "*bf16", "*bf16", "*bf16", "*i64", "i32!", "i32", "i32")
-        constants = (tile.m, tile.n, tile.k, copied)
-        yield f"grouped dW {tile}", grouped.dw_kernel, types, constants, tile.warps, tile.stages
+    tile, types = grouped.PLAIN, ("*bf16", "*bf16", "*bf16", "*i64", "i32!", "i32", "i32")
+    yield f"grouped dW {tile}", grouped.dw_kernel, types, (tile.m, tile.n, tile.k), tile.warps, tile.stages
 
 
 def _attention() -> Iterator[tuple]:

@@ -112,13 +112,12 @@ def _gradients() -> Iterator[Case]:
     for tile in grouped_linear_backward.DX_CANDIDATES:
         if tile.pingpong:
             yield _pingpong(f"grouped_linear dX {tile}", tile, "*bf16", deep=True, grouped=True)
-    for tile in grouped_linear_backward.DW_CANDIDATES:
-        if tile.pingpong:
-            blocks = [tile.k, tile.m], [tile.k, tile.n]
-            descs = (f"tensordesc<bf16{b},{gl.NVMMASharedLayout.get_default_for(b, gl.bfloat16)!r}>" for b in blocks)
-            types = (*descs, "*bf16", "*i64", "i32!", "i32", "i32")
-            flags = (*device.STRICT.items(), ("maxnreg", pingpong.REGISTERS))
-            yield Case(f"grouped_linear dW {tile}", pingpong_weights.weights_kernel, types, (tile.stages,), 4, 1, flags)
+    tile = grouped_linear_backward.DW
+    blocks = [tile.k, tile.m], [tile.k, tile.n]
+    descs = (f"tensordesc<bf16{b},{gl.NVMMASharedLayout.get_default_for(b, gl.bfloat16)!r}>" for b in blocks)
+    types = (*descs, "*bf16", "*i64", "i32!", "i32", "i32")
+    flags = (*device.STRICT.items(), ("maxnreg", pingpong.REGISTERS))
+    yield Case(f"grouped_linear dW {tile}", pingpong_weights.weights_kernel, types, (tile.stages,), 4, 1, flags)
 
 
 ATTENTION = (

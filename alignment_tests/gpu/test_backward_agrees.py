@@ -41,10 +41,10 @@ def test_linear_for_every_number_of_rows(N, K):
 
 
 # One schedule a test: each is a compilation of seconds, which no two workers then share.
-@pytest.mark.parametrize("which", range(6))
+@pytest.mark.parametrize("which", range(3))
 def test_linear_for_every_schedule_and_kind_of_value(which):
     N, K, (product, tiles) = 320, 576, (gpu.linear_backward.product, gpu.linear_backward.CANDIDATES)
-    assert len(tiles) == 6
+    assert len(tiles) == 3
     for T, kind in itertools.product((13, 150), VALUES):
         dy, x, w = VALUES[kind](4, T, N), VALUES[kind](5, T, K), VALUES[kind](6, N, K)
         want = linear.backward(dy, x, w)
@@ -73,11 +73,11 @@ def test_grouped_linear(N, K, counts):
 
 
 # A NaN that FP32 arithmetic makes has another sign on each machine; the routing weights' gradient is FP32.
-@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("which", range(3))
 def test_grouped_linear_for_every_schedule_and_kind_of_value(which):
     module = gpu.grouped_linear_backward
-    every = module.DX_CANDIDATES, module.WEIGHTED_CANDIDATES, module.DW_CANDIDATES
-    assert max(map(len, every)) == 4
+    every = module.DX_CANDIDATES, module.WEIGHTED_CANDIDATES
+    assert max(map(len, every)) == 3
     tiles = tuple(some[which % len(some)] for some in every)
     for kind in VALUES:
         plan, dy, x, w, weights = experts(kind, COUNTS["uneven"], 192, 136, 20)
@@ -145,7 +145,7 @@ def test_grouped_linear_keeps_a_neighbours_nan_out():
         t[5:75] = torch.nan
     want = grouped_linear.backward(dy, x, w, plan, None)
     module = gpu.grouped_linear_backward
-    for tiles in (None, (module.DX_CANDIDATES[-1], module.WEIGHTED_CANDIDATES[-1], module.DW_CANDIDATES[-1])):
+    for tiles in (None, (module.DX_CANDIDATES[-1], module.WEIGHTED_CANDIDATES[-1])):
         got = module.backward(*on_gpu(dy, x, w), plan.to("cuda"), None, True, tiles)
         agree(got[:2], want[:2], f"neighbours {tiles}")
     assert want[1][[0, 2, 3]].isfinite().all()

@@ -81,7 +81,7 @@ def _offline() -> Check:
 
 def _gpu(home: torch.device, seed: int, say: Callable[[str], None]) -> Iterator[Check]:
     facts, why = machine.facts(home), unverified(home)
-    text = ", ".join(f"{name} {value}" for name, value in facts.items() if value and name != "gpu")
+    text = ", ".join(f"{name} {value}" for name, value in facts.items() if value and name not in ("gpu", "blas"))
     yield Check(str(home), "ok" if why is None else "absent", f"{facts['gpu']}: {text}" if why is None else why)
     if why is not None:
         if not unverified_allowed():

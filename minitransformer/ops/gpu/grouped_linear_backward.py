@@ -78,8 +78,8 @@ def weighted_dx_kernel(
 @quick
 @triton.jit(do_not_specialize=["experts"])
 def dw_kernel(
-    dy, x, dy_ptr, x_ptr, dw_ptr, offsets_ptr, experts, N, K,
-    TILE_N: tl.constexpr, TILE_C: tl.constexpr, TILE_R: tl.constexpr, TMA: tl.constexpr,
+    dy_ptr, x_ptr, dw_ptr, offsets_ptr, experts, N, K,
+    TILE_N: tl.constexpr, TILE_C: tl.constexpr, TILE_R: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of W [N, K], expert): dW = dY^T X over the expert's rows; +0 if it has none."""
     expert = tl.program_id(1)
@@ -87,12 +87,7 @@ def dw_kernel(
     begin = tl.load(offsets_ptr + expert).to(tl.int32)
     end = tl.load(offsets_ptr + expert + 1).to(tl.int32)
     acc = tl.zeros((TILE_N, TILE_C), tl.float32)
-    whole = begin
-    if TMA:
-        whole = begin + (end - begin) // TILE_R * TILE_R
-        for r in range(begin, whole, TILE_R):
-            acc = tl.dot(tl.trans(dy.load([r, i * TILE_N])), x.load([r, j * TILE_C]), acc)
-    for r in range(whole, end, TILE_R):  # rows of the next expert are not read: they may hold a NaN
+    for r in range(begin, end, TILE_R):  # rows of the next expert are not read: they may hold a NaN
         left = rows_tile(dy_ptr, r, i * TILE_N, end, N, N, TILE_R, TILE_N, False)
         right = rows_tile(x_ptr, r, j * TILE_C, end, K, K, TILE_R, TILE_C, False)
         acc = tl.dot(tl.trans(left), right, acc)
@@ -113,22 +108,19 @@ def scale_kernel(y_ptr, weights_ptr, order_ptr, out_ptr, R, N, ROWS: tl.constexp
 
 
 DX_CANDIDATES = (
-    Tile(16, 128, 64, 4, 4, tma=True), Tile(64, 128, 64, 4, 4, tma=True), Tile(128, 256, 64, 8, 3, tma=True),
-    Tile(128, 128, 64, 4, 6, pingpong=True),
+    Tile(16, 128, 64, 4, 4, tma=True), Tile(64, 128, 64, 4, 4, tma=True), Tile(128, 128, 64, 4, 6, pingpong=True),
 )  # fmt: skip
 WEIGHTED_CANDIDATES = (Tile(16, 128, 64, 4, 4, tma=True), Tile(64, 128, 64, 4, 4, tma=True))
-DW_CANDIDATES = (
-    Tile(64, 64, 64, 4, 4, tma=True), Tile(128, 128, 64, 4, 3, tma=True), Tile(128, 128, 64, 4, 6, pingpong=True),
-)  # fmt: skip
+DW = Tile(128, 128, 64, 4, 6, pingpong=True)
 PLAIN = Tile(64, 64, 32, 4, 3)  # where a row is no multiple of 16 bytes, which the copy engine refuses
 
 
 def choose(rows: int, experts: int, N: int) -> tuple[Tile, Tile, Tile]:
     """(dX, dX with routing weights, dW) for the average rows of an expert; the fastest on an H200."""
-    size = 0 if rows <= 16 * experts else 1 if rows <= 96 * experts else 2
-    if size == 2 and N % 64 == 0:  # a step of 64 does not reach into the next expert's weight
-        size = 3
-    return DX_CANDIDATES[size], WEIGHTED_CANDIDATES[min(size, 1)], DW_CANDIDATES[min(size, 2)]
+    size = 0 if rows <= 16 * experts else 1
+    # The persistent product's step of 64 must not reach into the next expert's weight.
+    dx = DX_CANDIDATES[2] if rows > 48 * experts and N % 64 == 0 else DX_CANDIDATES[size]
+    return dx, WEIGHTED_CANDIDATES[size], DW
 
 
 def _tiles(R: int, E: int, m: int) -> int:
@@ -167,16 +159,13 @@ def _weighted_dx(dy, x, w, weights, order, bounds, R, tile: Tile | None):
 
 
 def _dw(dy, x, w, bounds, tile: Tile | None):
-    (E, N, K), copied = w.shape, tile is not None
-    tile, dw = tile or PLAIN, torch.empty_like(w)
-    if tile.pingpong:
+    (E, N, K), dw = w.shape, torch.empty_like(w)
+    if tile is not None:
         pingpong_weights.product(dy, x, dw, bounds, tile)
         return dw
-    descs = (dy, x)
-    if copied:
-        descs = (Window(t, (tile.k, s)) for t, s in ((dy, tile.m), (x, tile.n)))
+    tile = PLAIN
     dw_kernel[(cdiv(N, tile.m) * cdiv(K, tile.n), E)](
-        *descs, dy, x, dw, bounds, E, N, K, tile.m, tile.n, tile.k, copied,
+        dy, x, dw, bounds, E, N, K, tile.m, tile.n, tile.k,
         num_warps=tile.warps, num_stages=tile.stages, **device.STRICT,
     )  # fmt: skip
     return dw
@@ -184,7 +173,7 @@ def _dw(dy, x, w, bounds, tile: Tile | None):
 
 def backward(
     dy_RN: Tensor, x_RK: Tensor, weight_ENK: Tensor, plan: Plan, weights_TK: Tensor | None, need_dw: bool = True,
-    tiles: tuple[Tile, Tile, Tile] | None = None,
+    tiles: tuple[Tile, Tile, Tile | None] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """BF16 on one Hopper GPU -> (dX [R, K] BF16, dW [E, N, K] BF16 or None, dweights [T, K] FP32 or None)."""
     home = x_RK.device
