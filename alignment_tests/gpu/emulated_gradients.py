@@ -35,9 +35,9 @@ MUTATIONS = {
         "grouped_linear_backward", "for n0 in range(0, N, DEPTH)", "for n0 in range(0, N - 1, DEPTH)", "grouped",
     ),
     "a row too many in dW": (
-        "grouped_linear_backward", "    for r in range(whole, end, TILE_R):",
+        "grouped_linear_backward", "    for r in range(begin, end, TILE_R):",
         "    end = tl.minimum(end + 1, tl.load(offsets_ptr + experts).to(tl.int32))\n"
-        "    for r in range(whole, end, TILE_R):", "grouped",
+        "    for r in range(begin, end, TILE_R):", "grouped",
     ),
     "dX is rounded before the routing weight": (
         "grouped_linear_backward", "to_bf16(g * weight[:, None])",
@@ -55,7 +55,8 @@ def _linear() -> Iterator[tuple[str, int]]:
     for T, N, K in ((70, 64, 72), (33, 9, 7), (600, 400, 328)):
         dy, x, w = inputs.bf16(1, T, N), inputs.bf16(2, T, K), inputs.bf16(3, N, K)
         want = linear.backward(dy, x, w)
-        yield f"linear {T} {N} {K}", wrong(kernels.backward(dy, x, w, True, True), want)
+        if N % 8:
+            yield f"linear {T} {N} {K}", wrong(kernels.backward(dy, x, w, True, True), want)
         for tile in [t for t in kernels.CANDIDATES if t.tma] if N % 8 == 0 else ():  # the interpreter has no Gluon
             yield f"linear {T} {N} {K} {tile}", wrong(
                 [kernels.product(dy, w, False, tile), kernels.product(dy, x, True, tile)], want
@@ -71,8 +72,8 @@ def _grouped() -> Iterator[tuple[str, int]]:
         dy, x, w = inputs.bf16(6, R, N), inputs.bf16(7, R, K), inputs.bf16(8, *shape)
         for weights in (None, inputs.normal(9, *plan.rows_TK.shape).abs()):
             want = [y for y in grouped_linear.backward(dy, x, w, plan, weights) if y is not None]
-            every = kernels.DX_CANDIDATES[:2], kernels.WEIGHTED_CANDIDATES
-            for tiles in (None, *zip(*every, strict=True)) if N % 8 == 0 else (None,):
+            every = zip(kernels.DX_CANDIDATES[:2], kernels.WEIGHTED_CANDIDATES, (None, None), strict=True)
+            for tiles in every if N % 8 == 0 else (None,):
                 got = kernels.backward(dy, x, w, plan, weights, True, tiles)
                 what = f"grouped {counts} weighted {weights is not None} {tiles}"
                 yield what, wrong([y for y in got if y is not None], want)

@@ -78,7 +78,7 @@ def test_grouped_linear_for_every_schedule_and_kind_of_value(which):
     module = gpu.grouped_linear_backward
     every = module.DX_CANDIDATES, module.WEIGHTED_CANDIDATES
     assert max(map(len, every)) == 3
-    tiles = tuple(some[which % len(some)] for some in every)
+    tiles = (*(some[which % len(some)] for some in every), (module.DW, None)[which % 2])
     for kind in VALUES:
         plan, dy, x, w, weights = experts(kind, COUNTS["uneven"], 192, 136, 20)
         for scale in (None, weights):
@@ -145,7 +145,7 @@ def test_grouped_linear_keeps_a_neighbours_nan_out():
         t[5:75] = torch.nan
     want = grouped_linear.backward(dy, x, w, plan, None)
     module = gpu.grouped_linear_backward
-    for tiles in (None, (module.DX_CANDIDATES[-1], module.WEIGHTED_CANDIDATES[-1])):
+    for tiles in (None, (module.DX_CANDIDATES[-1], module.WEIGHTED_CANDIDATES[-1], module.DW)):
         got = module.backward(*on_gpu(dy, x, w), plan.to("cuda"), None, True, tiles)
         agree(got[:2], want[:2], f"neighbours {tiles}")
     assert want[1][[0, 2, 3]].isfinite().all()
