@@ -136,8 +136,8 @@ def transfers(args: argparse.Namespace) -> int:
         model.set_recipe("bf16" if kind == "bf16" else "nvfp4_per_token")
         ids = laws.prompts((5, 37, 64, 200), 1024)
         before = laws.run(c, ids)
-        for weights in ("equal", "other", "other"):
-            for route in ROUTES:
+        for weights in args.weights:
+            for route in args.routes:
                 if weights == "other":
                     with torch.no_grad():
                         for parameter in model.parameters():
@@ -164,6 +164,8 @@ def main() -> int:
     parser.add_argument("--warm", action="store_true", help="an engine is up when the batches have run on it")
     parser.add_argument("--input", type=int, default=1024)
     parser.add_argument("--output", type=int, default=256)
+    parser.add_argument("--weights", nargs="+", default=["equal", "other", "other"], help="that syncs send")
+    parser.add_argument("--routes", nargs="+", choices=ROUTES, default=ROUTES)
     parser.add_argument("--repeats", type=int, default=2, help="the fastest counts")
     parser.add_argument("--timeout", type=float, default=300)
     parser.add_argument("--lifetime", type=float, default=900, help="seconds until kept engines end by themselves")

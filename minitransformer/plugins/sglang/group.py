@@ -42,7 +42,8 @@ def by_group(tensors: Named, client: Client, backend: str | None = None) -> Iter
     group = _meet(client, name, backend)
     # Of FP8, which these libraries don't send, SGLang takes the bytes of all tensors one after another.
     flat = any(t.dtype == torch.float8_e4m3fn for _, t in tensors)
-    bits = [t.contiguous() for _, t in tensors]
+    home = next((t.device for _, t in tensors if t.is_cuda), torch.device("cpu"))
+    bits = [t.to(home).contiguous() for _, t in tensors]  # outer scales are made on the CPU
     bits = [torch.cat([t.view(-1).view(torch.uint8) for t in bits])] if flat else bits
     sending = Thread(target=_broadcast, args=(group, bits), daemon=True)
     sending.start()

@@ -13,6 +13,7 @@ everything, so it can always be repeated.
 import socket
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ from minitransformer.plugins.sglang import send
 from minitransformer.plugins.sglang.client import Client
 from minitransformer.plugins.sglang.group import by_group
 from minitransformer.plugins.sglang.identity import refuse_for_stock, require_same
-from minitransformer.plugins.sglang.weights import checksum, unlike
+from minitransformer.plugins.sglang.weights import hashed, unlike
 
 if TYPE_CHECKING:
     from minitransformer.learner.learner import Learner
@@ -135,8 +136,12 @@ def sync(
             _load(client, path, body, before, lambda: _expected(model, packed))
     on_step("prove")
     with timed(seconds, "prove"):
-        expected = {} if before is None else _expected(model, packed)
-        differing = unlike(expected, client.checksums()) if expected else []
+        expected, differing = {}, []
+        if before is not None:
+            with ThreadPoolExecutor(1) as asking:
+                theirs = asking.submit(client.checksums)
+                expected = _expected(model, packed)
+                differing = unlike(expected, theirs.result())
         probe = _probe(learner, client)
     size, layers = sum(tensor.nbytes for _, tensor in tensors), len(packed) // len(PROJECTIONS)
     return SyncReport(
@@ -181,14 +186,14 @@ def _named(model: Any, packed: Packed, form: Format | None) -> Iterator[tuple[st
 
 def _expected(model: Any, packed: Packed) -> dict[str, str]:
     """What weights.checksums must give on the server: of the learner's parameters, and of what was quantised."""
-    sums = {n: checksum(p.detach()) for n, p in model.named_parameters() if n.removesuffix(".weight") not in packed}
+    named = model.named_parameters()
+    tensors = {name: p.detach() for name, p in named if name.removesuffix(".weight") not in packed}
     for name, q in packed.items():
         E = q.outer.shape[0]
         # A server has the outer scales of gate and up, which share one, in two columns.
         outer = q.outer.view(E, -1).expand(E, 2) if name.endswith("gate_up") else q.outer.view(E)
-        parts = {"codes": q.codes, "scales": q.scales, "outer": outer}
-        sums |= {f"{name}.{part}": checksum(tensor) for part, tensor in parts.items()}
-    return sums
+        tensors |= {f"{name}.codes": q.codes, f"{name}.scales": q.scales, f"{name}.outer": outer}
+    return hashed(tensors)
 
 
 def _load(client: Client, path: str, body: Any, before: Mapping | None, expected: Callable[[], dict]) -> None:
