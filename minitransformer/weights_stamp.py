@@ -1,6 +1,7 @@
 """Has anyone changed these weights? An answer without reading them, for what is kept from one use to the next."""
 
 from collections.abc import Iterable
+from operator import attrgetter, is_
 from typing import Any
 from weakref import ref
 
@@ -22,27 +23,26 @@ class WeightsStamp:
     """
 
     def __init__(self, tensors: Iterable[Tensor], objects: Iterable[Any] = (), facts: tuple = ()) -> None:
-        self._tensors = [(ref(t), t.data_ptr(), None if t.is_inference() else t._version) for t in tensors]
-        self._objects = [ref(o) for o in objects]
+        tensors = list(tensors)
+        # A whole list at a time: a sampler asks at every step, while its GPU waits.
+        self._refs, self._at = [*map(ref, tensors), *map(ref, objects)], list(map(Tensor.data_ptr, tensors))
+        if any(map(Tensor.is_inference, tensors)):
+            self._writes = [None if t.is_inference() else t._version for t in tensors]
+        else:
+            self._writes = list(map(attrgetter("_version"), tensors))
         self._facts = facts
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, WeightsStamp) or self._facts != other._facts:
+        if not isinstance(other, WeightsStamp) or self._facts != other._facts or self._writes != other._writes:
             return False
-        if len(self._tensors) != len(other._tensors) or len(self._objects) != len(other._objects):
-            return False
-        return all(map(_same, self._objects, other._objects)) and all(
-            _same(a, b) and then == now for (a, *then), (b, *now) in zip(self._tensors, other._tensors, strict=True)
-        )
+        return self.same_storage(other)
 
     def same_storage(self, other: "WeightsStamp") -> bool:
         """Whether the same tensors lie at the same addresses beside the same objects, whatever was written there."""
-        return self._unwritten() == other._unwritten()
-
-    def _unwritten(self) -> "WeightsStamp":
-        stamp = WeightsStamp(())
-        stamp._tensors, stamp._objects = [(t, at, None) for t, at, _ in self._tensors], self._objects
-        return stamp
+        if self._at != other._at or len(self._refs) != len(other._refs):
+            return False
+        # An object that lives has one weak reference. Not ==: that asks the referents, and tensors answer by element.
+        return all(map(is_, self._refs, other._refs)) and not any(one() is None for one in self._refs)
 
     __hash__ = None
 
@@ -56,15 +56,9 @@ def parts(module: Module) -> tuple[list[Tensor], list[Any]]:
 
     module.parameters() and module.modules() visit the same, six times as slowly, and a sampler asks at every step.
     """
-    tensors, formats, rest = [], [], [module]
-    while rest:
-        one = rest.pop()
-        tensors += [p for p in one._parameters.values() if p is not None]
-        formats += [f for f in (one.__dict__.get("experts"),) if f is not None]
-        rest += [m for m in one._modules.values() if m is not None]
-    return tensors, formats
-
-
-def _same(a: ref, b: ref) -> bool:
-    # Not a == b: that asks the referents, and tensors compare elementwise.
-    return a() is b() is not None
+    level, modules = [module], [module]
+    while level:
+        level = [m for one in level for m in one._modules.values() if m is not None]
+        modules += level
+    tensors = [p for one in modules for p in one._parameters.values() if p is not None]
+    return tensors, [f for one in modules if (f := one.__dict__.get("experts")) is not None]
