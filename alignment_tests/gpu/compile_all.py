@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from alignment_tests.gpu import backward_cases, quantised_cases
+from alignment_tests.gpu import backward_cases, fake_driver, quantised_cases
 from alignment_tests.gpu.row_cases import rows
 from minitransformer.ops.gpu import (
     attention,
@@ -64,7 +64,8 @@ class Case:
         constants = dict(zip(names[len(self.types) :], self.constants, strict=True))
         source = (GluonASTSource if self.kernel.is_gluon() else ASTSource)(self.kernel, signature, constants, aligned)
         options = {"num_warps": self.warps, "num_stages": self.stages, **dict(self.flags)}
-        return triton.compile(source, target=target, options=options)
+        with fake_driver.installed(target):  # a kernel may ask for which GPU it is compiled
+            return triton.compile(source, target=target, options=options)
 
 
 def _pingpong(name: str, tile: Tile, out: str, turned=False, deep=False, grouped=False, weighted=False) -> Case:
@@ -89,10 +90,13 @@ def _linear() -> Iterator[Case]:
                 constants, types = (tile.m, tile.n, tile.k, 132), (*descs, out, *ints)
                 yield Case(name, linear.linear_tma_kernel, types, constants, tile.warps, tile.stages)
             else:
-                constants, types = (tile.m, tile.n, tile.k, tile.swap, True), ("*bf16", "*bf16", out, *ints)
-                yield Case(name, linear.linear_kernel, types, constants, tile.warps, tile.stages)
+                types = ("*bf16", "*bf16", out, *ints)
+                for early in (False, True) if tile.m <= 16 else (False,):
+                    constants = (tile.m, tile.n, tile.k, tile.swap, True, early)
+                    case = f"{name} early" if early else name
+                    yield Case(case, linear.linear_kernel, types, constants, tile.warps, tile.stages)
     tile, types = linear.CANDIDATES[0], ("*bf16", "*bf16", "*bf16", "i32!", "i32!", "i32!")
-    yield Case("linear ragged", linear.linear_kernel, types, (tile.m, tile.n, tile.k, True, False), 4, 4)
+    yield Case("linear ragged", linear.linear_kernel, types, (tile.m, tile.n, tile.k, True, False, False), 4, 4)
 
 
 def _grouped_linear() -> Iterator[Case]:

@@ -8,11 +8,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 
+HOPPER = GPUTarget("cuda", 90, 32)
+
 
 class Driver:
     """launches: (hash of all that the kernel was compiled from, what the launcher was given) of each, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
         self.launches: list[tuple[str, tuple]] = []
         self.maps = 0
         self.utils = self
@@ -24,7 +27,7 @@ class Driver:
         return 7
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return self.target
 
     def get_device_properties(self, device: int) -> dict[str, int]:
         return {"max_shared_mem": 232448, "multiprocessor_count": 132}
@@ -58,8 +61,8 @@ class Launcher:
 
 
 @contextlib.contextmanager
-def installed() -> Iterator[Driver]:
-    fake, config = Driver(), triton.runtime.driver
+def installed(target: GPUTarget = HOPPER) -> Iterator[Driver]:
+    fake, config = Driver(target), triton.runtime.driver
     before = config._active
     config.set_active(fake)
     try:

@@ -126,8 +126,9 @@ def _tiles(schedule: Schedule | Decode, q, k, v, batch: Batch, positions, key_ro
     )  # fmt: skip
     if isinstance(schedule, Decode):
         attention_decode.decode_kernel[(pairs, batch.num_sequences)](
-            *common, KEY_TILE, SEGMENT, schedule.tiles, split, num_warps=schedule.tiles, **device.STRICT
-        )
+            *common, KEY_TILE, SEGMENT, schedule.tiles, split,
+            num_warps=schedule.tiles, **device.STRICT, **device.CHAIN,
+        )  # fmt: skip
     else:
         attention_tiles.attention_kernel[(cdiv(longest, tokens), pairs, batch.num_sequences)](
             *common, next_power_of_2(H), schedule.rows, KEY_TILE, SEGMENT, _contiguous(batch, k.shape[0]), split,

@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from minitransformer.ops.gpu.launch import quick
+from minitransformer.ops.gpu.tiles import in_turn
 
 ROWS = gl.constexpr(16)
 
@@ -70,6 +71,7 @@ def decode_kernel(
     PLAIN1: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PLAIN2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     BATCHES: gl.constexpr = SEGMENT // (TILES * KEYS)
+    in_turn()
     pair, sequence = gl.program_id(0), gl.program_id(1)
     g, segment = pair % (N // GROUP), pair // (N // GROUP)
     batch = gl.arange(0, BATCHES, gl.SliceLayout(1, FLAT))

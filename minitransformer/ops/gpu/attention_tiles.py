@@ -2,7 +2,7 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minitransformer.ops.gpu.launch import quick
 from minitransformer.ops.gpu.tiles import to_bf16
@@ -126,6 +126,7 @@ def fold_kernel(
     acc = tl.zeros((1, WIDTH), tl.float32)
     one = tl.arange(0, 1)
     gdc_wait()  # started early; what follows reads what the kernel before wrote
+    gdc_launch_dependents()
     for s0 in range(0, count, AHEAD):
         parts = ()
         for i in tl.static_range(AHEAD):

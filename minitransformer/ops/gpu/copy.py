@@ -6,6 +6,7 @@ from torch import Tensor
 
 from minitransformer.ops.gpu import device
 from minitransformer.ops.gpu.launch import cdiv, next_power_of_2, on, quick
+from minitransformer.ops.gpu.tiles import in_turn
 
 
 @quick
@@ -15,6 +16,7 @@ def copy_kernel(
     COLUMNS: tl.constexpr, SLOT: tl.constexpr,
 ):  # fmt: skip
     """An index outside 0 .. limit - 1 is flagged; its row is zeros (gather) or not written (scatter)."""
+    in_turn()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     other = tl.load(index_ptr + row, mask=row < count, other=0)
     good = (row < count) & (other >= 0) & (other < limit)
@@ -42,5 +44,5 @@ def copy(op: str, x: Tensor, index: Tensor, y: Tensor, limit: int, scatter: bool
     with on(y.device):
         copy_kernel[(cdiv(count, rows), cdiv(D, columns))](
             x, index, y, device.faults(y.device), count, limit, D, scatter, rows, columns, device.slot(op),
-            num_warps=4, **device.ROWS,
+            num_warps=4, **device.ROWS, **device.CHAIN,
         )  # fmt: skip

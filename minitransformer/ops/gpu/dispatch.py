@@ -9,7 +9,7 @@ from minitransformer.ops.gpu import device
 from minitransformer.ops.gpu.copy import tile
 from minitransformer.ops.gpu.launch import cdiv, next_power_of_2, on, quick
 from minitransformer.ops.gpu.scalar import LANES, amax_of, lane_tree, magnitude
-from minitransformer.ops.gpu.tiles import to_bf16
+from minitransformer.ops.gpu.tiles import in_turn, to_bf16
 
 
 @triton.jit
@@ -68,6 +68,7 @@ def few_kernel(
     SLOT: tl.constexpr,
 ):  # fmt: skip
     """For R <= BLOCK: program e finds and places expert e's slots."""
+    in_turn()
     e, r = tl.program_id(0), tl.arange(0, BLOCK)
     ids = _ids(ids_ptr, r, R, E)
     if e == 0:
@@ -89,6 +90,7 @@ def spread_kernel(
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Each token's row is read once and written to the rows of its K slots. AMAX: whole rows a program, and maxima."""
+    in_turn()
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     begin, top = 0 if AMAX else tl.program_id(1) * COLUMNS, tl.zeros((ROWS, COLUMNS), tl.int32)
     for d0 in tl.static_range(0, D if AMAX else COLUMNS, COLUMNS):
@@ -112,6 +114,7 @@ def combine_kernel(
     y_ptr, rows_ptr, weights_ptr, out_ptr, T, D: tl.constexpr, K: tl.constexpr, WEIGHTED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    in_turn()
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (t < T)[:, None] & (d < D)
@@ -162,7 +165,9 @@ def plan(expert_ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
     with on(home):
         if R <= 1024:
             block = max(128, next_power_of_2(R))
-            few_kernel[(E,)](ids, *out, R, E, slots, block, where, num_warps=4, **device.ROWS)
+            few_kernel[(E,)](
+                ids, *out, R, E, slots, block, where, num_warps=4, **device.ROWS, **device.CHAIN
+            )
             return order, rows, bounds
         # A small block sorts fast; each reads the counts of all.
         block, warps = (256, 4) if R <= 1 << 15 else (1024, 8)
@@ -186,7 +191,9 @@ def _spread(op: str, x_TD: Tensor, plan, with_amax: bool) -> tuple[Tensor, Tenso
         block = max(1, 1024 // columns)
         grid = cdiv(T, block), 1 if with_amax else cdiv(D, columns)
         with on(home):
-            spread_kernel[grid](x, rows, out, amax, T, D, K, with_amax, block, columns, num_warps=4, **device.ROWS)
+            spread_kernel[grid](
+                x, rows, out, amax, T, D, K, with_amax, block, columns, num_warps=4, **device.ROWS, **device.CHAIN
+            )
     return out, amax
 
 
@@ -210,8 +217,9 @@ def combine(y_RD: Tensor, plan, weights_TK: Tensor | None = None) -> Tensor:
         block = max(1, block // 2) if T >= 1024 else 1
         with on(home):
             combine_kernel[(cdiv(T, block), cdiv(D, columns))](
-                y, rows, weights, out, T, D, K, weights_TK is not None, block, columns, num_warps=4, **device.ROWS
-            )
+                y, rows, weights, out, T, D, K, weights_TK is not None, block, columns,
+                num_warps=4, **device.ROWS, **device.CHAIN,
+            )  # fmt: skip
     return out
 
 

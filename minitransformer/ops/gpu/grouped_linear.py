@@ -8,7 +8,7 @@ from torch import Tensor
 from minitransformer.ops.dispatch import Plan
 from minitransformer.ops.gpu import choice, device, library, pingpong
 from minitransformer.ops.gpu.launch import cdiv, next_power_of_2, on, quick
-from minitransformer.ops.gpu.tiles import Tile, chain_tile, tile_of
+from minitransformer.ops.gpu.tiles import Tile, chain_tile, in_turn, tile_of
 from minitransformer.tuning.table import Product
 
 
@@ -34,6 +34,7 @@ def grouped_kernel(
     PADDED: tl.constexpr, WEIGHTED: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """x [R, K], w [E, N, K] BF16 -> y [R, N]; tiles_m is a bound on the number of tiles of rows."""
+    in_turn()
     i, j = tile_of(tl.program_id(0), tiles_m, tl.cdiv(N, TILE_N), GROUP)
     expert, first, end = _expert_of(i, offsets_ptr, experts, TILE_M, PADDED)
     if expert >= experts:
@@ -110,6 +111,6 @@ def forward(
         grouped_kernel[(tiles_m * cdiv(N, tile.n),)](
             x, w, y, bounds, scale, order, tiles_m, E, N, K,
             tile.m, tile.n, tile.k, tile.swap, K % tile.k == 0, next_power_of_2(E), weights_TK is not None, 4,
-            num_warps=tile.warps, num_stages=tile.stages, **device.STRICT,
+            num_warps=tile.warps, num_stages=tile.stages, **device.STRICT, **device.CHAIN,
         )  # fmt: skip
     return y

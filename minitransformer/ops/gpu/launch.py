@@ -13,6 +13,7 @@ Two checks of Triton's are left out on the short way: that no global of a kernel
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from inspect import getclosurevars
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -109,8 +110,9 @@ class Quick:
 
     def __init__(self, kernel: JITFunction) -> None:
         self.kernel, self.triton_run = kernel, kernel.run
-        self.fixed = tuple(p.is_constexpr for p in kernel.params)
-        self.known: dict[tuple, _Direct | None] = {}
+        self.parameters, self.known = kernel.params, {}
+        self.constants = sum(not p.is_constexpr for p in kernel.params)  # where they begin
+        self._places: dict[tuple[type, ...], tuple[list[int], ...] | None] = {}
 
     def __call__(self, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> Any:
         gpu = driver.active.get_current_device()
@@ -120,34 +122,43 @@ class Quick:
             return direct(driver.active.get_current_stream(gpu), grid, values)
         args = [a.descriptor() if type(a) is Window else a for a in args]
         compiled = self.triton_run(*args, grid=grid, warmup=warmup, **options)
+        if options.get("launch_pdl") and "griddepcontrol.wait" not in compiled.asm["ptx"]:
+            raise RuntimeError(f"{self.kernel.__name__} is launched early and never waits: call tiles.in_turn in it")
         if key is not None and key not in self.known:
             self.known[key] = _direct(compiled)
         return compiled
 
     def key_of(self, gpu: int, args: tuple, options: dict) -> tuple[tuple, list] | tuple[None, None]:
         """(all that decides what Triton compiles, the values that its launcher takes); None for what is not known."""
-        if len(args) != len(self.fixed):
+        kinds = tuple(map(type, args))  # of constants too: True is not 1
+        if kinds not in self._places:
+            self._places[kinds] = self._sorted(kinds)
+        if self._places[kinds] is None:
             return None, None
-        key, values = [gpu, *options.items()], []
-        for arg, fixed in zip(args, self.fixed, strict=True):
-            kind, value = type(arg), arg
-            if fixed:
-                if kind not in _CONSTANTS:
-                    return None, None
-                key.append((kind, arg))  # True is not 1
-            elif kind is Tensor or kind is Parameter:
-                value = arg.data_ptr()
-                key.append((arg.dtype, arg.is_cuda, value % 16 == 0))
-            elif kind is int and 0 <= arg < 1 << 31:
-                key.append(1 if arg == 1 else 16 if arg % 16 == 0 else 0)
-            elif kind is float:
-                key.append(float)
-            elif kind is Window:
-                key.append((arg.tensor.dtype, arg.block, arg.gluon, len(arg.tensor.shape)))
-            else:
+        tensors, integers, windows = self._places[kinds]
+        key, values = [gpu, kinds, args[self.constants :], *options.items()], list(args)
+        for i in tensors:
+            x = args[i]
+            values[i] = at = x.data_ptr()
+            key.append((x.dtype, x.is_cuda, at % 16 == 0))
+        for i in integers:
+            n = args[i]
+            if not 0 <= n < 1 << 31:  # an i64
                 return None, None
-            values.append(value)
+            key.append(1 if n == 1 else 16 if n % 16 == 0 else 0)
+        for i in windows:
+            x, block, gluon = args[i]
+            key.append((x.dtype, block, gluon, x.dim()))
         return tuple(key), values
+
+    def _sorted(self, kinds: tuple[type, ...]) -> tuple[list[int], ...] | None:
+        """(places of tensors, of integers, of windows) among arguments of these types; None if there are others."""
+        count, known = self.constants, ((Tensor, Parameter), (int,), (Window,), (float,))
+        if len(kinds) != len(self.parameters) or any(p.is_constexpr for p in self.parameters[:count]):
+            return None
+        if not (set(kinds[count:]) <= set(_CONSTANTS) and set(kinds[:count]) <= set(chain(*known))):
+            return None
+        return tuple([i for i, kind in enumerate(kinds[:count]) if kind in some] for some in known[:3])
 
     def _hooked(self) -> bool:
         """Someone watches the launches."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from minitransformer.ops.gpu import choice, device, few_rows, library, pingpong
 from minitransformer.ops.gpu.launch import Window, cdiv, on, quick
-from minitransformer.ops.gpu.tiles import Tile, chain_tile, tile_of
+from minitransformer.ops.gpu.tiles import Tile, chain_tile, fetch, in_turn, tile_of
 from minitransformer.tuning.table import Product
 
 
@@ -29,12 +29,16 @@ def _store(y_ptr, acc, rows, cols, M, N, SWAP: tl.constexpr):
 def linear_kernel(
     x_ptr, w_ptr, y_ptr, M, N, K,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr,
+    FETCH: tl.constexpr,
 ):  # fmt: skip
-    """One tile a program; x [M, K], w [N, K] BF16 -> y [M, N]."""
+    """One tile a program; x [M, K], w [N, K] BF16 -> y [M, N]. FETCH: the weight is asked for before x is there."""
     i, j = tile_of(tl.program_id(0), tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N), 8)
     rows, cols = i * TILE_M + tl.arange(0, TILE_M), j * TILE_N + tl.arange(0, TILE_N)
     # Rows past the end read row 0 and are not stored: no mask in the loop.
     x_rows, w_rows = tl.where(rows < M, rows, 0).to(tl.int64), tl.where(cols < N, cols, 0).to(tl.int64)
+    if FETCH:
+        fetch(w_ptr, w_rows, K)
+    in_turn()
     acc = chain_tile(x_ptr, x_rows, w_ptr, w_rows, K, TILE_M, TILE_N, TILE_K, SWAP, EVEN)
     _store(y_ptr, acc, rows, cols, M, N, SWAP)
 
@@ -46,6 +50,7 @@ def linear_tma_kernel(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """A persistent grid of PROGRAMS; the copy engine fills what lies outside the matrices with zeros."""
+    in_turn()
     tiles_m, tiles_n = tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
         i, j = tile_of(tile, tiles_m, tiles_n, 8)
@@ -152,7 +157,7 @@ def forward(
         (pingpong if tile.pingpong else few_rows).product(x, w, y, tile)
         return y
     count = cdiv(M, tile.m) * cdiv(N, tile.n)
-    options = {"num_warps": tile.warps, "num_stages": tile.stages, **device.STRICT}
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, **device.STRICT, **device.CHAIN}
     with on(home):
         if tile.tma:
             x_desc, w_desc = Window(x, (tile.m, tile.k)), Window(w, (tile.n, tile.k))
@@ -160,7 +165,8 @@ def forward(
                 x_desc, w_desc, y, M, N, K, tile.m, tile.n, tile.k, programs, **options
             )
         else:
+            early = device.CHAIN["launch_pdl"] and count <= 2 * programs  # so that each program's weight is its own
             linear_kernel[(count,)](
-                x, w, y, M, N, K, tile.m, tile.n, tile.k, tile.swap, K % tile.k == 0, **options
+                x, w, y, M, N, K, tile.m, tile.n, tile.k, tile.swap, K % tile.k == 0, early, **options
             )
     return y

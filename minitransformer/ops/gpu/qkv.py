@@ -13,7 +13,7 @@ from torch import Tensor
 from minitransformer.ops.gpu import device
 from minitransformer.ops.gpu.launch import cdiv, on, quick
 from minitransformer.ops.gpu.scalar import _add, _halve, div
-from minitransformer.ops.gpu.tiles import to_bf16
+from minitransformer.ops.gpu.tiles import in_turn, to_bf16
 
 
 @triton.jit
@@ -40,6 +40,7 @@ def qkv_kernel(
     STORE: tl.constexpr,
 ):  # fmt: skip
     """ROWS lines (token, head) a program; qkv [T, N + 2G, 2 HALF], q [T, N, ..], k and v [R, G, ..], table [P, ..]."""
+    in_turn()
     line = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token, head, valid = line // (N + 2 * G), line % (N + 2 * G), line < lines
     i, inside = tl.arange(0, HALF)[None, :], valid[:, None]
@@ -97,6 +98,7 @@ def forward(
         with on(home):
             qkv_kernel[(cdiv(T * heads, block),)](
                 qkv, qw, kw, positions, table, rows, q, *caches, device.faults(home), eps, T * heads, table.shape[0],
-                R, N, G, H // 2, block, device.slot("rope"), device.slot("kv_store"), num_warps=4, **device.ROWS,
+                R, N, G, H // 2, block, device.slot("rope"), device.slot("kv_store"),
+                num_warps=4, **device.ROWS, **device.CHAIN,
             )  # fmt: skip
     return q

@@ -8,7 +8,7 @@ from torch import Tensor
 from minitransformer.ops.gpu import device
 from minitransformer.ops.gpu.launch import cdiv, next_power_of_2, on, quick
 from minitransformer.ops.gpu.scalar import LANES, div, lane_tree
-from minitransformer.ops.gpu.tiles import to_bf16
+from minitransformer.ops.gpu.tiles import in_turn, to_bf16
 
 
 @triton.jit
@@ -52,6 +52,7 @@ def forward_kernel(
     D: tl.constexpr, ROWS: tl.constexpr, RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows a program; x, residual, y, new residual [T, D], w [D] BF16. KEEP: a row stays in registers."""
+    in_turn()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     lane, valid = tl.arange(0, LANES)[None, :], row < T
     kept, lanes = (), tl.zeros((ROWS, LANES), tl.float32)
@@ -171,7 +172,7 @@ def forward(x: Tensor, residual: Tensor | None, weight_D: Tensor, eps: float) ->
         with on(home):
             forward_kernel[(cdiv(T, block),)](
                 rows, old, w, y, y if new is None else new, eps, T, D, block, residual is not None, keep,
-                num_warps=4, **device.ROWS,
+                num_warps=4, **device.ROWS, **device.CHAIN,
             )  # fmt: skip
     return y, new
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from minitransformer.ops.gpu import device
 from minitransformer.ops.gpu.launch import cdiv, next_power_of_2, on, quick
 from minitransformer.ops.gpu.scalar import LANES, LOG2E, div, exp2_32, lane_tree
-from minitransformer.ops.gpu.tiles import to_bf16
+from minitransformer.ops.gpu.tiles import in_turn, to_bf16
 
 
 @triton.jit
@@ -38,6 +38,7 @@ def router_kernel(
     EXPERTS: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, SLOT: tl.constexpr,
 ):  # fmt: skip
     """logits [T, E] BF16 -> weights [T, K] FP32, ids [T, K] int64. EXPERTS, SLOTS: powers of two that hold E, K."""
+    in_turn()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     t, valid = row[:, None], (row < T)[:, None]
     top, total, finite = _max_and_sum(logits_ptr, t, valid, E, ROWS)
@@ -108,7 +109,7 @@ def forward(logits_TE: Tensor, top_k: int, norm_topk_prob: bool) -> tuple[Tensor
         with on(home):
             router_kernel[(cdiv(T, ROWS),)](
                 logits, weights, ids, device.faults(home), T, E, top_k, norm_topk_prob, next_power_of_2(E),
-                next_power_of_2(top_k), ROWS, device.slot("router"), num_warps=4, **device.ROWS,
+                next_power_of_2(top_k), ROWS, device.slot("router"), num_warps=4, **device.ROWS, **device.CHAIN,
             )  # fmt: skip
     return weights, ids
 

@@ -8,13 +8,14 @@ from torch import Tensor
 from minitransformer.ops.gpu import device
 from minitransformer.ops.gpu.launch import cdiv, on, quick
 from minitransformer.ops.gpu.scalar import amax_of, magnitude, sigmoid_32, silu_32
-from minitransformer.ops.gpu.tiles import to_bf16
+from minitransformer.ops.gpu.tiles import in_turn, to_bf16
 
 
 @quick
 @triton.jit(do_not_specialize=["R"])
 def swiglu_kernel(x_ptr, out_ptr, R, F, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """x [R, 2F], out [R, F] BF16; one tile a program."""
+    in_turn()
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     f = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (r < R) & (f < F)
@@ -73,7 +74,7 @@ def forward(gate_up_R2F: Tensor) -> Tensor:
         with on(home):
             block = rows_of(R, 8)
             grid = cdiv(R, block), cdiv(F, COLUMNS)
-            swiglu_kernel[grid](x, out, R, F, block, COLUMNS, num_warps=4, **device.ROWS)
+            swiglu_kernel[grid](x, out, R, F, block, COLUMNS, num_warps=4, **device.ROWS, **device.CHAIN)
     return out
 
 

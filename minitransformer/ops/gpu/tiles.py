@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.target_info import cuda_capability_geq
 
 
 class Tile(NamedTuple):
@@ -28,6 +30,26 @@ class Tile(NamedTuple):
     tma: bool = False
     pingpong: bool = False
     whole: bool = False
+
+
+@triton.jit
+def in_turn():
+    """Stands before a kernel's first access to memory. Where it was launched early (device.CHAIN), the kernels in front
+    end and what they wrote can be read; then the one behind may begin, which waits here in its turn."""
+    if cuda_capability_geq(9, 0):
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def fetch(w_ptr, rows, K):
+    """Before in_turn: rows of a weight, which no kernel in front writes, come to the L2 cache while that still runs."""
+    lines = tl.arange(0, 16) * 64  # of 128 bytes
+    for k0 in range(0, K, 1024):
+        at = w_ptr + rows[:, None] * K + tl.minimum(k0 + lines, K - 1)[None, :]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; // $0", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
