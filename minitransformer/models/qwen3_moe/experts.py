@@ -38,6 +38,10 @@ class Bf16Experts:
         note("down", y_RD, plan)
         return dispatch.combine(y_RD, plan)
 
+    def operands(self, mlp, device) -> list[Tensor]:
+        """What products read beside the parameters."""
+        return []
+
     def refresh(self, mlp) -> None:
         """Nothing is kept beside the parameters."""
 
@@ -133,6 +137,11 @@ class QuantisedExperts:
                 made = old[1].copy_(made[0]), old[2].copy_(made[1])  # in place: CUDA graphs read there
             self._made[name] = stamp, *made
         return self._made[name][1:]
+
+    def operands(self, mlp, device) -> list[Tensor]:
+        layers = {name: getattr(mlp, name) for name in ("gate_up", "down")}
+        weights = {name: None if layer is None else layer.weight for name, layer in layers.items()}
+        return [t for name, weight in weights.items() for t in self.weight_operand(name, weight, device)]
 
     def refresh(self, mlp) -> None:
         """Makes the operands that there are again if the weights have changed: before a CUDA graph that reads them."""

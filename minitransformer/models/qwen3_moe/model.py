@@ -14,7 +14,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from minitransformer.batch import Batch
 from minitransformer.devices import resolve
@@ -22,6 +21,7 @@ from minitransformer.errors import in_layer
 from minitransformer.models.qwen3_moe import weights
 from minitransformer.models.qwen3_moe.config import Qwen3MoeConfig, inverse_frequencies
 from minitransformer.models.qwen3_moe.experts import Bf16Experts, QuantisedExperts, choose, experts_of, forget_copies
+from minitransformer.models.qwen3_moe.layers import runner
 from minitransformer.ops import dispatch, gpu, kv_store
 from minitransformer.ops.attention import attention
 from minitransformer.ops.embedding import embedding
@@ -33,7 +33,6 @@ from minitransformer.ops.router import router
 from minitransformer.ops.swiglu import swiglu
 from minitransformer.recipe import Recipe, get
 
-AGAIN = dict(use_reentrant=False, preserve_rng_state=False)  # no operator draws numbers
 Note = Callable[..., None]  # takes a stage's name and its tensor, and the plan where rows are in dispatch order
 
 
@@ -61,7 +60,9 @@ class Attention(nn.Module):
     def forward(self, x_TD: Tensor, batch: Batch, rope_table_PH: Tensor, store, note: Note) -> Tensor:
         N, G, eps = self.config.num_heads, self.config.num_kv_heads, self.config.rms_eps
         qkv_THH = linear(x_TD, self.qkv.weight).view(x_TD.shape[0], N + 2 * G, self.config.head_dim)
-        if store is not None and note is no_trace and gpu.takes("qkv", qkv_THH):  # all up to attention at once
+        if (store or not torch.is_grad_enabled()) and note is no_trace and gpu.takes("qkv", qkv_THH):
+            # All up to attention at once; a packed batch is its own store.
+            store = store or torch.empty_like(qkv_THH[:, : 2 * G]).view(2, -1, G, self.config.head_dim).unbind()
             norms = self.q_norm.weight, self.k_norm.weight, eps
             q_TNH = gpu.qkv.forward(qkv_THH, *norms, batch.positions_T, rope_table_PH, *store, batch.store_rows_T)
             return linear(attention(q_TNH, *store, batch).flatten(1), self.o.weight)
@@ -194,10 +195,11 @@ class Qwen3MoeForCausalLM(nn.Module):
         """The last norm's output [T, D] BF16 of every token; arguments as forward's."""
         x_TD, residual_TD, table = embedding(batch.ids_T, self.embed_tokens.weight), None, self._table()
         note("embedding", x_TD)
+        run = runner(recompute, x_TD.is_cuda and note is no_trace)
         for i, layer in enumerate(self.layers):
             args = (x_TD, residual_TD, batch, table, cache and (cache.k[i], cache.v[i]), note)
             with in_layer(i):
-                x_TD, residual_TD = checkpoint(layer, *args, **AGAIN) if recompute else layer(*args)
+                x_TD, residual_TD = run(layer, *args)
         h_TD, _ = rms_norm_residual(x_TD, residual_TD, self.norm.weight, self.config.rms_eps)
         note("final_norm", h_TD)
         return h_TD

@@ -6,7 +6,7 @@ Both libraries come with torch's CUDA builds (NVRTC) and with the GPU's driver; 
 import ctypes
 import hashlib
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.runtime.cache import get_cache_manager
 
 from minitransformer.errors import UnsupportedDevice
+from minitransformer.ops.gpu.launch import watching
 
 OPTIONS = ("--fmad=false", "--std=c++17")  # no contraction; subnormals are kept unless -ftz is given
 _MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -94,6 +95,9 @@ def kernel(home: torch.device, file: str, name: str, defines: tuple[tuple[str, i
 
 def launch(function, blocks: int, threads: int, shared: int, arguments: Iterable[Tensor | int | None]) -> None:
     """On the current stream of the current GPU. A tensor is its pointer, None a null pointer, an int an `int`."""
+    if watching() is not None:
+        arguments = list(arguments)
+        watching().launched(partial(launch, function, blocks, threads, shared), arguments)
     values = [ctypes.c_int(a) if isinstance(a, int) else ctypes.c_void_p(None if a is None else a.data_ptr())
               for a in arguments]  # fmt: skip
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))

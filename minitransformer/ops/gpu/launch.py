@@ -11,9 +11,10 @@ Two checks of Triton's are left out on the short way: that no global of a kernel
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from inspect import getclosurevars
 from itertools import chain
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,24 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 VERSIONS = ("3.6.0",)  # of Triton, whose launchers take what _Direct passes
 _HERE = nullcontext()
 _CONSTANTS = (int, bool, str)  # two of the same type that are equal compile to the same code
+
+
+class Address(int):
+    """Of a tensor; other integers are numbers."""
+
+
+_watcher: Any = None
+
+
+def watch(watcher: Any) -> None:
+    """watcher.launched(run, arguments) is called with each launch of its thread, or watcher.refuse(why)."""
+    global _watcher
+    _watcher = watcher
+
+
+def watching() -> Any:
+    """Who watches this thread."""
+    return _watcher if _watcher is not None and _watcher.thread == get_ident() else None
 
 
 def cdiv(n: int, by: int) -> int:
@@ -119,7 +138,14 @@ class Quick:
         key, values = (None, None) if warmup or self._hooked() else self.key_of(gpu, args, options)
         direct = None if key is None else self.known.get(key)
         if direct is not None:
-            return direct(driver.active.get_current_stream(gpu), grid, values)
+            stream = driver.active.get_current_stream(gpu)
+            if _watcher is not None and watching() is not None:
+                for i in self._places[tuple(map(type, args))][0]:
+                    values[i] = Address(values[i])
+                _watcher.launched(partial(direct, stream, grid), values)
+            return direct(stream, grid, values)
+        if watching() is not None:
+            _watcher.refuse("a launch of Triton's own way")
         args = [a.descriptor() if type(a) is Window else a for a in args]
         compiled = self.triton_run(*args, grid=grid, warmup=warmup, **options)
         if options.get("launch_pdl") and "griddepcontrol.wait" not in compiled.asm["ptx"]:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from minitransformer.ops.gpu import choice
+from minitransformer.ops.gpu import choice, launch
 from minitransformer.tuning.table import Product
 
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -24,6 +24,8 @@ def _mm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
 @contextmanager
 def _unsplit() -> Iterator[None]:
     """cublasLt, and no split of K."""
+    if launch.watching() is not None:
+        launch.watching().refuse("torch.mm unsplit")
     library = torch.backends.cuda.preferred_blas_library()
     matmul = torch.backends.cuda.matmul
     reduced = torch._C._get_cublas_allow_bf16_reduced_precision_reduction()

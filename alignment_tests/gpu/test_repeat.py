@@ -1,0 +1,144 @@
+"""A layer's launches made again (ops/gpu/repeat.py) are those that the other layers would have made themselves."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed: nothing to launch")
+
+import torch
+import triton
+import triton.language as tl
+
+from alignment_tests.gpu import fake_driver
+from minitransformer.ops.gpu import device, launch, repeat
+
+pytestmark = pytest.mark.skipif(triton.__version__ not in launch.VERSIONS, reason="this Triton has no short way")
+HIDDEN = torch.zeros(5, 64)  # one a layer, of which tensors_of says nothing
+
+
+@launch.quick
+@triton.jit
+def add_kernel(a_ptr, b_ptr, rows_ptr, faults_ptr, out_ptr, n, D: tl.constexpr):
+    i = tl.arange(0, D)
+    tl.store(out_ptr + i, tl.load(a_ptr + i) + tl.load(b_ptr + i) + tl.load(rows_ptr) + tl.load(faults_ptr), mask=i < n)
+
+
+class Layer:
+    """x, residual -> two sums, over memory of its own; extra: something between the launches."""
+
+    def __init__(self, number: int, width: int = 64, extra=None) -> None:
+        self.number, self.extra = number, extra
+        self.weight, self.other = torch.zeros(width), torch.zeros(4, width)
+
+    def __call__(self, x, residual, batch, table, store, note):
+        residual = x if residual is None else residual
+        faults, (k, v) = device.faults(x.device), store
+        h, (m, l) = torch.empty_like(x), torch.empty(2, 64).unbind()
+        add_kernel[(1,)](x, self.weight, batch.rows, faults, h, 64, 64)
+        add_kernel[(1,)](h, self.other.view(-1), table, faults, k, 48, 64)
+        if self.extra is not None:
+            m = self.extra(self, m)
+        add_kernel[(1,)](k, v, batch.rows, faults, m, 48, 64)
+        y, new = torch.empty_like(x), torch.empty_like(x)
+        add_kernel[(1,)](m, residual, batch.rows, faults, l, 64, 64)
+        add_kernel[(1,)](l, residual, batch.rows, faults, new, 64, 64)
+        add_kernel[(1,)](new, h, batch.rows, faults, y, 64, 64)
+        return y, new
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    add_kernel.run.known.clear(), add_kernel.device_caches.clear()  # which launch by another test's driver
+    with fake_driver.installed() as fake, torch.no_grad():
+        yield fake
+
+
+def launches(driver, layers, run, stores) -> list[tuple]:
+    """Every launch with its addresses as names: of a layer's tensors, or by order of appearance in a layer."""
+    batch, table, x, residual = SimpleNamespace(rows=torch.zeros(64)), torch.zeros(64), torch.zeros(64), None
+    known = {batch.rows.data_ptr(): "rows", table.data_ptr(): "table", device.faults(x.device).data_ptr(): "faults"}
+    for i, (layer, store) in enumerate(zip(layers, stores, strict=True)):
+        tensors = {"weight": layer.weight, "other": layer.other, "k": store[0], "v": store[1], "hidden": HIDDEN[i]}
+        known |= {tensor.data_ptr(): f"{name} {i}" for name, tensor in tensors.items()}
+    found = []
+    for i, (layer, store) in enumerate(zip(layers, stores, strict=True)):
+        driver.launches.clear()
+        names = dict(known)
+        names[x.data_ptr()] = "x"
+        if residual is not None:
+            names[residual.data_ptr()] = "residual"
+        x, residual = run(layer, x, residual, batch, table, store, None)
+        names |= {x.data_ptr(): "y", residual.data_ptr(): "new"}
+        for code, (*how, a, b, c, d, e, n, size) in driver.launches:
+            seen = [names.setdefault(int(at), f"memory {len(names)}") for at in (a, b, c, d, e)]
+            found.append((i, code, how, seen, n, size))
+    return found
+
+
+def tensors_of(layer) -> list:
+    return [layer.weight, layer.other]
+
+
+def both(driver, layers) -> tuple[list, list, repeat.Layers]:
+    stores = [(torch.zeros(64), torch.zeros(64)) for _ in layers]
+    for _ in range(2):  # the second time every key is known
+        plain = launches(driver, layers, lambda layer, *args: layer(*args), stores)
+    assert len(plain) == 6 * len(layers)
+    again = repeat.Layers(tensors_of)
+    return plain, launches(driver, layers, again, stores), again
+
+
+def test_the_launches_are_those_of_the_layers(driver):
+    plain, repeated, again = both(driver, [Layer(i) for i in range(5)])
+    assert repeated == plain and [one.refused for one in again.recordings.values()] == [None]
+
+
+def test_layers_of_two_kinds_have_a_recording_each(driver):
+    plain, repeated, again = both(driver, [Layer(i, width=128 if i % 2 else 64) for i in range(5)])
+    assert repeated == plain and len(again.recordings) == 2
+
+
+def zeroed(layer, m):
+    return m.zero_()
+
+
+def made_of_zeros(layer, m):
+    return torch.zeros(64)
+
+
+def read(layer, m):
+    m.tolist()
+    return m
+
+
+def hidden(layer, m):
+    return HIDDEN[layer.number]
+
+
+def copied(layer, m):
+    return torch.empty(64, 2)[:, 0].contiguous()
+
+
+EXTRAS = (zeroed, made_of_zeros, read, hidden, copied)
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_what_a_recording_cannot_know_is_refused(driver, extra):
+    plain, repeated, again = both(driver, [Layer(i, extra=extra) for i in range(5)])
+    assert repeated == plain and all(one.refused for one in again.recordings.values())
+
+
+def test_without_the_refusal_a_hidden_tensor_would_be_another_layers(driver, monkeypatch):
+    monkeypatch.setattr(repeat.Recording, "refuse", lambda self, why: None)
+    plain, repeated, _ = both(driver, [Layer(i, extra=hidden) for i in range(5)])
+    assert repeated != plain
+
+
+def test_a_tensor_that_is_not_aligned_as_the_first_layers_is_another_kind(driver):
+    layers = [Layer(i) for i in range(5)]
+    layers[3].weight = torch.zeros(65)[1:]
+    plain, repeated, again = both(driver, layers)
+    assert repeated == plain and len(again.recordings) == 2
