@@ -2,16 +2,18 @@
 
     python benchmarks/host.py --layers 48
 
-Each batch runs with the short way of ops/gpu/launch.py and with Triton's own, in one run, and the logits' bits are
-compared first. `host_ms` is the time until the call returns, `wall_ms` until the GPU is done too (medians): where they
-are equal, the GPU waits for Python. A launch is a kernel of any library, counted by PyTorch's profiler.
+Each batch runs as it is, without one layer's launches serving the others (ops/gpu/repeat.py), and without the short way
+of a launch (ops/gpu/launch.py), in one run, and the logits' bits are compared. `host_ms` is the time until the call
+returns, `wall_ms` until the GPU is done too (medians): where they are equal, the GPU waits for Python. A launch is a
+kernel of any library, counted by PyTorch's profiler.
 """
 
 import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -21,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from minitransformer.batch import Batch
 from minitransformer.devices import resolve
 from minitransformer.models.qwen3_moe.config import Qwen3MoeConfig
-from minitransformer.ops.gpu import launch
+from minitransformer.ops.gpu import launch, repeat
 from minitransformer.sampler.cache import KVCache
 
 PAGE = 16
@@ -61,6 +63,20 @@ def launches(step: Callable[[], torch.Tensor]) -> int:
     return sum(1 for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA)
 
 
+@contextmanager
+def only(way: str) -> Iterator[None]:
+    """repeated: as it is. short: no layer serves another. triton: nor is any call's key known."""
+    most, key_of = repeat.MAX_TOKENS, launch.Quick.key_of
+    try:
+        if way != "repeated":
+            repeat.MAX_TOKENS = 0
+        if way == "triton":
+            launch.Quick.key_of = lambda *_: (None, None)
+        yield
+    finally:
+        repeat.MAX_TOKENS, launch.Quick.key_of = most, key_of
+
+
 @torch.no_grad()
 def measure(model, cache: KVCache, name: str, batch: Batch, paged: bool, repeats: int) -> dict:
     batch, row, bits = batch.to(model.device), {"batch": name, "recipe": model.recipe.name}, []
@@ -69,20 +85,16 @@ def measure(model, cache: KVCache, name: str, batch: Batch, paged: bool, repeats
         h_TD = model.hidden(batch, cache if paged else None)
         return model.logits(h_TD[-1:])
 
-    key_of = launch.Quick.key_of
-    for way in ("short", "triton"):
-        try:
-            if way == "triton":  # every call's key is unknown
-                launch.Quick.key_of = lambda *_: (None, None)
+    for way in ("repeated", "short", "triton"):
+        with only(way):
             step()
             bits.append(step().view(torch.int32).clone())
             host, wall = times(step, repeats)
-        finally:
-            launch.Quick.key_of = key_of
         row |= {f"{way}_host_ms": round(host, 3), f"{way}_wall_ms": round(wall, 3)}
-    row["launches"], row["differing"] = launches(step), int((bits[0] != bits[1]).sum())
-    row["us_a_launch"] = round(1e3 * row["short_host_ms"] / row["launches"], 2)
-    row["ratio"] = round(row["triton_wall_ms"] / row["short_wall_ms"], 2)
+    row["launches"] = launches(step)
+    row["differing"] = sum(int((one != bits[-1]).sum()) for one in bits)
+    row["us_a_launch"] = round(1e3 * row["repeated_host_ms"] / row["launches"], 2)
+    row["ratio"] = round(row["triton_wall_ms"] / row["repeated_wall_ms"], 2)
     return row
 
 
