@@ -26,10 +26,10 @@ class WeightsStamp:
         tensors = list(tensors)
         # A whole list at a time: a sampler asks at every step, while its GPU waits.
         self._refs, self._at = [*map(ref, tensors), *map(ref, objects)], list(map(Tensor.data_ptr, tensors))
-        if any(map(Tensor.is_inference, tensors)):
-            self._writes = [None if t.is_inference() else t._version for t in tensors]
-        else:
+        try:
             self._writes = list(map(attrgetter("_version"), tensors))
+        except RuntimeError:  # one of them has no count
+            self._writes = [None if t.is_inference() else t._version for t in tensors]
         self._facts = facts
 
     def __eq__(self, other: object) -> bool:

@@ -48,31 +48,31 @@ class Inputs:
     cache: KVCache
     host: Tensor = field(init=False)
     on: Tensor = field(init=False)
-    _seen: list = field(init=False)  # of each row: the page table that stands there, and how many of its entries
+    _seen: list = field(init=False)  # of each row: the page table that stands there, how many of its entries, the last
 
     def __post_init__(self) -> None:
         size, home = self.requests * (2 + self.pages), self.cache.k[0].device
         self.host = torch.zeros(size, dtype=torch.int64, pin_memory=home.type == "cuda")
         self.on = torch.zeros(size, dtype=torch.int64, device=home)
-        self._seen = [(None, 0)] * self.requests
+        self._seen = [(None, 0, None)] * self.requests
         self.fill([])
 
     def fill(self, sequences: list[Sequence]) -> None:
         """Each sequence's last token, which has no key yet; the other rows are padding."""
-        n, host = self.requests, self.host.numpy()
+        n, host, some = self.requests, self.host.numpy(), len(sequences)
         ids, positions, tables = host[:n], host[n : 2 * n], host[2 * n :].reshape(n, self.pages)
+        ids[:some], positions[:some] = [s.ids[-1] for s in sequences], [s.num_computed for s in sequences]
+        ids[some:], positions[some:] = 0, 0
         for row in range(n):
-            if row < len(sequences):
-                s = sequences[row]
-                ids[row], positions[row], pages = s.ids[-1], s.num_computed, s.pages
-            else:
-                ids[row], positions[row], pages = 0, 0, [self._spare(row - len(sequences))]
-            table, known = self._seen[row]
+            pages = sequences[row].pages if row < some else [self._spare(row - some)]
             # A table grows at its end, and of what stands there only the last page, when it is full, may be exchanged
             # for an equal one (PagePool.publish). Everything else makes a new list.
+            table, known, last = self._seen[row]
+            if table is pages and known == len(pages) and last == pages[-1]:
+                continue
             begin = max(0, known - REREAD) if table is pages else 0
             tables[row, begin : len(pages)] = pages[begin:]
-            self._seen[row] = pages, len(pages)
+            self._seen[row] = pages, len(pages), pages[-1]
         self.on.copy_(self.host, non_blocking=True)
 
     def _spare(self, i: int) -> int:
