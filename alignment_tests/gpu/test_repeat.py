@@ -14,7 +14,7 @@ from alignment_tests.gpu import fake_driver
 from minitransformer.ops.gpu import device, launch, repeat
 
 pytestmark = pytest.mark.skipif(triton.__version__ not in launch.VERSIONS, reason="this Triton has no short way")
-HIDDEN = torch.zeros(5, 64)  # one a layer, of which tensors_of says nothing
+HIDDEN = torch.zeros(5, 64)  # one a layer, of which known_of says nothing
 
 
 @launch.quick
@@ -78,16 +78,16 @@ def launches(driver, layers, run, stores) -> list[tuple]:
     return found
 
 
-def tensors_of(layer) -> list:
-    return [layer.weight, layer.other]
+def known_of(layer) -> tuple[tuple, list]:
+    return (layer.extra,), [layer.weight, layer.other]
 
 
-def both(driver, layers) -> tuple[list, list, repeat.Layers]:
+def both(driver, layers, count=None) -> tuple[list, list, repeat.Layers]:
     stores = [(torch.zeros(64), torch.zeros(64)) for _ in layers]
     for _ in range(2):  # the second time every key is known
         plain = launches(driver, layers, lambda layer, *args: layer(*args), stores)
-    assert len(plain) == 6 * len(layers)
-    again = repeat.Layers(tensors_of)
+    assert len(plain) == (count or 6 * len(layers))
+    again = repeat.Layers(known_of)
     return plain, launches(driver, layers, again, stores), again
 
 
@@ -98,6 +98,17 @@ def test_the_launches_are_those_of_the_layers(driver):
 
 def test_layers_of_two_kinds_have_a_recording_each(driver):
     plain, repeated, again = both(driver, [Layer(i, width=128 if i % 2 else 64) for i in range(5)])
+    assert repeated == plain and len(again.recordings) == 2
+
+
+def twice(layer, m):
+    add_kernel[(2,)](m, m, m, m, m, 64, 64)
+    return m
+
+
+def test_layers_that_differ_in_more_than_tensors_have_a_recording_each(driver):
+    layers = [Layer(i, extra=twice if i > 2 else None) for i in range(5)]
+    plain, repeated, again = both(driver, layers, 6 * 5 + 2)
     assert repeated == plain and len(again.recordings) == 2
 
 

@@ -20,11 +20,12 @@ def runner(recompute: bool, repeat: bool) -> Callable[..., Any]:
     if recompute:
         return partial(checkpoint, **AGAIN)
     if repeat and not torch.is_grad_enabled():
-        return gpu.repeat.Layers(tensors_of)
+        return gpu.repeat.Layers(kind_and_tensors)
     return lambda layer, *args: layer(*args)
 
 
-def tensors_of(layer: Any) -> list[Tensor]:
-    """The weights that a layer's kernels read: its parameters, and its experts in another number format."""
+def kind_and_tensors(layer: Any) -> tuple[tuple, list[Tensor]]:
+    """(what decides beside tensors' shapes which kernels a layer launches, the weights that its kernels read)."""
     tensors, formats = parts(layer)
-    return [*tensors, *(t for one in formats for t in one.operands(layer.mlp, tensors[0].device))]
+    kind = tuple((type(one), getattr(one, "recipe", None)) for one in formats)
+    return kind, [*tensors, *(t for one in formats for t in one.operands(layer.mlp, tensors[0].device))]

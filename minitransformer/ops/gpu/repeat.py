@@ -115,19 +115,21 @@ def _in_place_of(old: Any, new: Tensor) -> Any:
 class Layers:
     """Runs the layers of one forward pass without gradients or a trace; called once a layer, in any order.
 
-    tensors_of(layer): its weights and what else its kernels read that other layers' kernels do not.
+    known_of(layer): (what decides beside the tensors' shapes which kernels it launches; its weights, and what else its
+    kernels read that other layers' kernels do not).
     """
 
-    def __init__(self, tensors_of: Callable[[Any], list[Tensor]]) -> None:
-        self.tensors_of = tensors_of
+    def __init__(self, known_of: Callable[[Any], tuple[tuple, list[Tensor]]]) -> None:
+        self.known_of = known_of
         self.recordings: dict[tuple, Recording] = {}
 
     def __call__(self, layer: Any, x: Tensor, residual: Tensor | None, batch: Any, table: Tensor, store, note):
         """-> what layer(...) returns."""
         if residual is None or x.shape[0] > MAX_TOKENS or torch.cuda.is_current_stream_capturing():
             return layer(x, residual, batch, table, store, note)
-        mine = [*(store or ()), *self.tensors_of(layer), device.faults(x.device)]
-        kind = tuple((t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in mine)
+        kind, tensors = self.known_of(layer)
+        mine = [*(store or ()), *tensors, device.faults(x.device)]
+        kind = (kind, *((t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in mine))
         found = self.recordings.get(kind)
         if found is None:
             with Recording() as found:
