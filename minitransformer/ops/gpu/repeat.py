@@ -11,6 +11,7 @@ layers run as they always do.
 """
 
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -25,16 +26,18 @@ _LOOKS = {"__get__", "data_ptr", "is_contiguous", "stride", "size", "dim", "nume
           "__len__", "__iter__", "view", "t", "transpose", "detach", "unbind", "split", "untyped_storage"}  # fmt: skip
 _MAY_COPY = {"flatten", "__getitem__", "reshape", "contiguous"}
 _MAKES = {torch.empty, torch.empty_like}
+_DTYPE_AND_SHAPE = attrgetter("dtype", "shape")
 _PLAIN = {int, float, bool, str, type(None)}
 
 
 class Call(NamedTuple):
-    """One launch. arguments: addresses, tensors, windows and numbers; own: (place in arguments, number of the tensor
-    that belongs there)."""
+    """One launch. arguments: addresses, tensors, windows and numbers; which places in them take the address of which of
+    the layer's own tensors, and which take a tensor itself."""
 
     run: Callable[[list], Any]
     arguments: list
-    own: list[tuple[int, int]]
+    addresses: list[tuple[int, int]]
+    tensors: list[tuple[int, int]]
 
 
 class Recording(TorchFunctionMode):
@@ -71,7 +74,7 @@ class Recording(TorchFunctionMode):
 
     def launched(self, run: Callable[[list], Any], arguments: list) -> None:
         """Addresses among the arguments are tensors, windows or `launch.Address`."""
-        self.calls.append(Call(run, arguments, []))
+        self.calls.append(Call(run, arguments, [], []))
 
     def refuse(self, why: str) -> None:
         self.refused = self.refused or why
@@ -84,15 +87,19 @@ class Recording(TorchFunctionMode):
             for i, value in enumerate(call.arguments):
                 at = _address(value)
                 if at in number:
-                    call.own.append((i, number[at]))
+                    places = call.addresses if isinstance(value, launch.Address) else call.tensors
+                    places.append((i, number[at]))
                 elif at is None and type(value) not in _PLAIN:
                     self.refuse(f"a launch with a {type(value).__name__}")
                 elif at is not None and not any(begin <= at < end for begin, end in spans):
                     self.refuse("an address whose owner is not known")
 
     def again(self, own: list[Tensor]) -> None:
-        for run, arguments, places in self.calls:
-            for i, n in places:
+        at = list(map(Tensor.data_ptr, own))
+        for run, arguments, addresses, tensors in self.calls:
+            for i, n in addresses:
+                arguments[i] = at[n]
+            for i, n in tensors:
                 arguments[i] = _in_place_of(arguments[i], own[n])
             run(arguments)
 
@@ -105,8 +112,6 @@ def _address(value: Any) -> int | None:
 
 
 def _in_place_of(old: Any, new: Tensor) -> Any:
-    if isinstance(old, launch.Address):
-        return launch.Address(new.data_ptr())
     if isinstance(old, launch.Window):
         return old._replace(tensor=_in_place_of(old.tensor, new))
     return new if new.shape == old.shape else new.as_strided(old.shape, old.stride())
@@ -129,7 +134,8 @@ class Layers:
             return layer(x, residual, batch, table, store, note)
         kind, tensors = self.known_of(layer)
         mine = [*(store or ()), *tensors, device.faults(x.device)]
-        kind = (kind, *((t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in mine))
+        aligned = [at % 16 for at in map(Tensor.data_ptr, mine)]
+        kind = (*kind, *map(_DTYPE_AND_SHAPE, mine), *map(Tensor.stride, mine), *aligned)
         found = self.recordings.get(kind)
         if found is None:
             with Recording() as found:
