@@ -101,6 +101,27 @@ def test_layers_of_two_kinds_have_a_recording_each(driver):
     assert repeated == plain and len(again.recordings) == 2
 
 
+class Products:
+    """Two products by a library, with a square matrix."""
+
+    def __init__(self, number: int) -> None:
+        self.weight, self.extra = torch.randn(8, 8, generator=torch.Generator().manual_seed(number)), None
+        self.other = torch.zeros(1)
+
+    def __call__(self, x, residual, batch, table, store, note):
+        return torch.mm(x, self.weight.t()), torch.mm(x if residual is None else residual, self.weight)
+
+
+def test_a_librarys_products_take_the_other_layers_matrix_as_it_lay(driver):
+    layers, again = [Products(i) for i in range(5)], repeat.Layers(known_of)
+    batch, want, got = SimpleNamespace(), (torch.ones(3, 8), None), (torch.ones(3, 8), None)
+    for layer in layers:
+        want = layer(*want, batch, torch.zeros(1), None, None)
+        got = again(layer, *got, batch, torch.zeros(1), None, None)
+        assert all(map(torch.equal, got, want))
+    assert [one.refused for one in again.recordings.values()] == [None]
+
+
 def twice(layer, m):
     add_kernel[(2,)](m, m, m, m, m, 64, 64)
     return m

@@ -87,6 +87,9 @@ class Recording(TorchFunctionMode):
             for i, value in enumerate(call.arguments):
                 at = _address(value)
                 if at in number:
+                    seen = getattr(value, "tensor", value)
+                    if isinstance(seen, Tensor) and seen.dtype != own[number[at]].dtype:
+                        self.refuse("a tensor seen as another dtype")
                     places = call.addresses if isinstance(value, launch.Address) else call.tensors
                     places.append((i, number[at]))
                 elif at is None and type(value) not in _PLAIN:
@@ -114,7 +117,7 @@ def _address(value: Any) -> int | None:
 def _in_place_of(old: Any, new: Tensor) -> Any:
     if isinstance(old, launch.Window):
         return old._replace(tensor=_in_place_of(old.tensor, new))
-    return new if new.shape == old.shape else new.as_strided(old.shape, old.stride())
+    return new.as_strided(old.shape, old.stride())  # a square matrix turned has the same shape
 
 
 class Layers:
