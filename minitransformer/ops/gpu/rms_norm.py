@@ -29,7 +29,11 @@ def _weight(w_ptr, d0, D: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _inverse_of(lanes, eps, D: tl.constexpr, ROWS: tl.constexpr):
-    mean = div(lane_tree(lanes, ROWS), tl.full((ROWS,), D, tl.float32))
+    total = lane_tree(lanes, ROWS)
+    if D & (D - 1) == 0:  # the same number, rounded the same way, without a division
+        mean = total * (1.0 / D)
+    else:
+        mean = div(total, tl.full((ROWS,), D, tl.float32))
     return div(tl.full((ROWS,), 1.0, tl.float32), tl.math.sqrt_rn(mean + eps))[:, None]
 
 
@@ -51,11 +55,17 @@ def forward_kernel(
     x_ptr, residual_ptr, w_ptr, y_ptr, new_ptr, eps, T,
     D: tl.constexpr, ROWS: tl.constexpr, RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows a program; x, residual, y, new residual [T, D], w [D] BF16. KEEP: a row stays in registers."""
+    """ROWS rows a program; x, residual, y, new residual [T, D], w [D] BF16. KEEP: a row stays in registers, w too.
+
+    A load waits for the store before it, which might have written what it reads; so w is read before anything is stored.
+    """
     in_turn()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     lane, valid = tl.arange(0, LANES)[None, :], row < T
-    kept, lanes = (), tl.zeros((ROWS, LANES), tl.float32)
+    kept, weights, lanes = (), (), tl.zeros((ROWS, LANES), tl.float32)
+    if KEEP:
+        for d0 in tl.static_range(0, D, LANES):
+            weights = weights + (_weight(w_ptr, d0, D, ROWS),)
     for d0 in tl.static_range(0, D, LANES):
         v = _load(x_ptr, residual_ptr, row * D + d0 + lane, valid & (d0 + lane < D), RESIDUAL)
         lanes += v * v
@@ -65,10 +75,9 @@ def forward_kernel(
     for d0 in tl.static_range(0, D, LANES):
         at, inside = row * D + d0 + lane, valid & (d0 + lane < D)
         if KEEP:
-            v = kept[d0 // LANES]
+            v, w = kept[d0 // LANES], weights[d0 // LANES]
         else:  # a second read, from the cache
-            v = _load(x_ptr, residual_ptr, at, inside, RESIDUAL)
-        w = _weight(w_ptr, d0, D, ROWS)
+            v, w = _load(x_ptr, residual_ptr, at, inside, RESIDUAL), _weight(w_ptr, d0, D, ROWS)
         tl.store(y_ptr + at, to_bf16((v * inverse) * w), mask=inside)
         if RESIDUAL:
             tl.store(new_ptr + at, to_bf16(v), mask=inside)
