@@ -1,7 +1,8 @@
-// CUDA's scalar functions on a CPU, for nvfp4_quantize.cu; included by emulated_quantise.py after warp.h.
+// CUDA's scalar functions on a CPU; included by cuda_host.py after warp.h.
 #include <atomic>
 #include <cfloat>
 #define __shared__ static
+#define __align__(n) __attribute__((aligned(n)))
 
 struct float4 { float x, y, z, w; };
 
@@ -26,6 +27,7 @@ static unsigned __reduce_max_sync(unsigned all, unsigned value) {
     for (int i = 0; i < 32; i++) top = max(top, (unsigned)__shfl_sync(all, value, i));
     return top;
 }
+static void __syncwarp() { wait(); }
 static void atomicMin(int *at, int value) {
     std::atomic_ref<int> cell(*at);
     for (int old = cell; value < old && !cell.compare_exchange_weak(old, value);) {}

@@ -74,6 +74,7 @@ def install() -> None:
     import triton.runtime.interpreter as interpreter
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+    from alignment_tests.gpu import cuda_host
     from minitransformer.ops.gpu import device, launch
 
     theirs, patch_tensor = interpreter._convert_float, interpreter._patch_lang_tensor
@@ -97,6 +98,7 @@ def install() -> None:
     InterpreterBuilder.create_dot = dot
     InterpreterBuilder.create_fma = lambda self, x, y, z: TensorHandle(_fma(x.data, y.data, z.data), x.dtype.scalar)
     InterpreterBuilder.create_exp2 = lambda self, x: TensorHandle(_exp2(x.data), x.dtype.scalar)
+    cuda_host.install()
     device._capability = lambda home: (9, 0)
     device.multiprocessors = lambda home: 5
     torch.cuda.device = lambda home: contextlib.nullcontext()

@@ -33,10 +33,6 @@ def _norms() -> Iterator[tuple]:
                 yield f"{name} of {T}", rms_norm.forward_kernel, types, (D, rows, residual, keep)
             types, constants = ("*bf16",) * 6 + ("*fp32", "fp32", "i32!"), (D, rms_norm.rows_of(1 << 14, 512), residual)
             yield f"{name} dx", rms_norm.dx_kernel, types, constants
-            types = ("*bf16", "*bf16", "*bf16", "*fp32", "*fp32", "i32!")
-            own, columns, steps = rms_norm.lanes_of(D)
-            constants, warps = (D, own, columns, steps, residual), rms_norm.warps_of(own, columns)
-            yield f"{name} lanes", rms_norm.lanes_kernel, types, constants, warps
         yield f"rms_norm {D} dw", rms_norm.dw_kernel, ("*fp32", "*bf16"), (D, 16)
     for heads, head in ((32, 128), (9, 64)):
         types = ("*bf16", "*bf16", "*bf16", "*i64", "*fp32", "*i64", "*bf16", "*bf16", "*bf16", "*i32", "fp32")

@@ -1,6 +1,5 @@
 """The CUDA C++ of the NVFP4 quantiser on a CPU: the bits of nvfp4/1 and its producers, and faults in its text seen."""
 
-import ctypes
 import shutil
 
 import pytest
@@ -12,20 +11,22 @@ if shutil.which("g++") is None:
 
 from alignment_tests import inputs
 from alignment_tests.bits import assert_bits_equal
+from alignment_tests.gpu import cuda_host
 from alignment_tests.gpu import emulated_quantise as emulated
 from alignment_tests.gpu.test_quantised_agrees import KINDS, both_types
 from minitransformer.ops import dispatch, nvfp4, swiglu
+from minitransformer.ops.gpu import nvfp4 as nvfp4_kernels
 
 NONE = 2**31 - 1
 
 
-def check(folder, K: int, rows: int, text=None) -> None:
+def check(K: int, rows: int, text=None) -> None:
     """Every kind of value, BF16 and FP32, an outer scale a row and one for all, with and without the operand."""
     for kind in KINDS:
         for x in both_types(KINDS[kind](1, rows, K)):
             for group, steps, decode in ((1, 1, False), (rows, 2, True)):
                 amax = nvfp4.row_amax(x) if group == 1 else nvfp4.row_amax(x).max()[None]
-                got = emulated.quantize(folder, x, amax, group, steps, decode, text=text)
+                got = emulated.quantize(x, amax, group, steps, decode, text=text)
                 want = nvfp4.quantize(x, amax if group == 1 else amax[0])
                 wanted = [want.codes, want.scales, want.outer.reshape(-1), *([nvfp4.decode(want)] if decode else [])]
                 for a, b in zip(got, wanted, strict=False):
@@ -33,15 +34,10 @@ def check(folder, K: int, rows: int, text=None) -> None:
                 assert got[-1].tolist() == [NONE, NONE]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("quantise")
-
-
 # Rows longer and shorter than a block of threads, an odd number of blocks in all.
 @pytest.mark.parametrize(("K", "rows"), [(16, 301), (48, 11), (2064, 3)])
-def test_has_the_bits_of_the_spec(K, rows, folder):
-    check(folder, K, rows)
+def test_has_the_bits_of_the_spec(K, rows):
+    check(K, rows)
 
 
 def producers(T: int, K: int, kind: str):
@@ -53,49 +49,42 @@ def producers(T: int, K: int, kind: str):
 
 
 @pytest.mark.parametrize("K", [16, 96, 592])
-def test_producers_have_the_bits_of_the_spec(K, folder):
+def test_producers_have_the_bits_of_the_spec(K):
     for kind in KINDS:
         for gather, x, plan, y, amax in producers(3, K, kind):
             want = nvfp4.quantize(y, amax)
-            got = emulated.produce(folder, x, plan, K, gather)
+            got = emulated.produce(x, plan, K, gather)
             wanted = [y, want.codes, want.scales, want.outer, nvfp4.decode(want)]
             for a, b in zip(got, wanted, strict=False):
                 assert_bits_equal(a, b, f"{kind} {gather}")
             assert got[-1].tolist() == [NONE, NONE]
 
 
-def test_bad_values_name_their_token(folder):
+def test_bad_values_name_their_token():
     plan, x = dispatch.plan(inputs.integers(3, 8, 6, 2), 8), inputs.bf16(4, 6, 64)
     rows = x[plan.order_R // 2].clone()
-    assert emulated.quantize(folder, rows, torch.full((12,), 1e-3), 1, 1, False)[-1].tolist() == [NONE, 0]
+    assert emulated.quantize(rows, torch.full((12,), 1e-3), 1, 1, False)[-1].tolist() == [NONE, 0]
     amax = nvfp4.row_amax(rows)
     rows[7, 3], rows[9, 1] = torch.inf, torch.nan
-    assert emulated.quantize(folder, rows, amax, 1, 1, False)[-1].tolist() == [7, NONE]
+    assert emulated.quantize(rows, amax, 1, 1, False)[-1].tolist() == [7, NONE]
     named = min(int(plan.order_R[r]) // 2 for r in (7, 9))
-    assert emulated.quantize(folder, rows, amax, 1, 1, False, plan)[-1].tolist() == [named, NONE]
+    assert emulated.quantize(rows, amax, 1, 1, False, plan)[-1].tolist() == [named, NONE]
     amax[5] = torch.nan
-    assert emulated.quantize(folder, rows, amax, 1, 1, False)[-1].tolist() == [7, 5]
+    assert emulated.quantize(rows, amax, 1, 1, False)[-1].tolist() == [7, 5]
     x[named, 2] = torch.nan
-    assert emulated.produce(folder, x, plan, 64, True)[-1].tolist() == [named, NONE]
-
-
-def _wrong_codes(folder, begin: int, end: int, text=None) -> int:
-    defines = (("K", 16), ("WIDE", 0), ("DECODE", 0), ("STEPS", 1), ("THREADS", 32))
-    count = emulated.library(str(folder), text or emulated.SOURCE.read_text(), defines).wrong_codes
-    count.restype = ctypes.c_int64
-    return count(begin, end)
+    assert emulated.produce(x, plan, 64, True)[-1].tolist() == [named, NONE]
 
 
 @pytest.mark.parametrize("tie", [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])
-def test_every_float_around_a_tie_has_its_code(tie, folder):
+def test_every_float_around_a_tie_has_its_code(tie):
     u = int(torch.tensor(tie).view(torch.int32))
-    assert _wrong_codes(folder, u - 4096, u + 4096) == 0
+    assert emulated.wrong_codes(u - 4096, u + 4096) == 0
 
 
 @pytest.mark.slow  # two minutes
-def test_every_float_has_its_code(folder):
+def test_every_float_has_its_code():
     """All 2,139,095,041 magnitudes up to infinity, in each of a sum's four places."""
-    assert _wrong_codes(folder, 0, 0x7F800001) == 0
+    assert emulated.wrong_codes(0, 0x7F800001) == 0
 
 
 # A fault in the text: what it replaces, and by what.
@@ -115,9 +104,9 @@ FAULTS = {
 
 @pytest.mark.slow  # two compilations each
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_the_text_is_seen(fault, folder):
+def test_a_fault_in_the_text_is_seen(fault):
     before, after = FAULTS[fault]
-    text = emulated.SOURCE.read_text()
+    text = cuda_host.source(nvfp4_kernels.SOURCE)
     assert before in text, "the text has changed: name the fault again"
     with pytest.raises(AssertionError, match="differ"):
-        check(folder, 48, 11, text.replace(before, after) + f"// {fault}\n")
+        check(48, 11, text.replace(before, after))

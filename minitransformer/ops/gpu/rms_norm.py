@@ -5,10 +5,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minitransformer.ops.gpu import device
-from minitransformer.ops.gpu.launch import cdiv, next_power_of_2, on, quick
+from minitransformer.ops.gpu import cuda, device
+from minitransformer.ops.gpu.launch import cdiv, on, quick
 from minitransformer.ops.gpu.scalar import LANES, div, lane_tree
 from minitransformer.ops.gpu.tiles import in_turn, to_bf16
+
+LANES_SOURCE = "norm_lanes.cu"
 
 
 @triton.jit
@@ -57,7 +59,7 @@ def forward_kernel(
 ):  # fmt: skip
     """ROWS rows a program; x, residual, y, new residual [T, D], w [D] BF16. KEEP: a row stays in registers, w too.
 
-    A load waits for the store before it, which might have written what it reads; so w is read before anything is stored.
+    A load waits for the store before it, which might write what it reads; so w is read before anything is stored.
     """
     in_turn()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -114,26 +116,6 @@ def dx_kernel(
 
 
 @quick
-@triton.jit(do_not_specialize=["T"])
-def lanes_kernel(
-    dy_ptr, x_ptr, residual_ptr, inverse_ptr, lanes_ptr, T,
-    D: tl.constexpr, OWN: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr, RESIDUAL: tl.constexpr,
-):  # fmt: skip
-    """Program (OWN lanes, COLUMNS columns) -> lanes FP32 [128, D]; row t belongs to lane t mod 128 of its column."""
-    lane, d = tl.program_id(0) * OWN + tl.arange(0, OWN)[:, None], tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    lanes = tl.zeros((OWN, COLUMNS), tl.float32)
-    for t0 in tl.range(0, T, LANES * UNROLL, num_stages=3):
-        for u in tl.static_range(UNROLL):
-            t = t0 + u * LANES + lane
-            at, inside = t.to(tl.int64) * D + d[None, :], (t < T) & (d < D)[None, :]
-            v = _load(x_ptr, residual_ptr, at, inside, RESIDUAL)
-            dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
-            inverse = tl.load(inverse_ptr + t, mask=t < T, other=0.0)
-            lanes = tl.where(inside, lanes + dy * (v * inverse), lanes)
-    tl.store(lanes_ptr + lane * D + d[None, :], lanes, mask=(d < D)[None, :])
-
-
-@quick
 @triton.jit
 def dw_kernel(lanes_ptr, dw_ptr, D: tl.constexpr, COLUMNS: tl.constexpr):
     """The halving tree over the lanes of each column."""
@@ -153,15 +135,9 @@ def rows_of(T: int, D: int) -> int:
     return 4 if T < 2048 else _floor_power(min(32, max(8, 4096 // max(1, D))))
 
 
-def lanes_of(D: int) -> tuple[int, int, int]:
-    """(lanes, columns, steps at a time) of a program of dW: rows of at least 128 bytes, 128 programs or more."""
-    columns = min(128, max(64, next_power_of_2(D)))
-    return _floor_power(max(1, min(8, D // 256))), columns, 8 if D <= 256 else 4
-
-
-def warps_of(own: int, columns: int) -> int:
-    """So many that a thread's loads are 8 or 16 bytes: narrower ones cannot be on their way while it adds."""
-    return max(1, own * columns // 256)
+def lanes_defines(D: int, residual: bool, aligned: bool = True) -> tuple[tuple[str, int], ...]:
+    """What norm_lanes.cu is compiled with."""
+    return ("D", D), ("RESIDUAL", int(residual)), ("ALIGNED", int(aligned and D % 8 == 0))
 
 
 def schedule_of(T: int, D: int) -> tuple[int, bool]:
@@ -201,11 +177,10 @@ def backward(dy, dr, x, residual, weight_D, eps, need_dw=True) -> tuple[Tensor, 
                 dy, dr, x, old, w, dx, inverse, eps, T, D, block, with_residual, num_warps=4, **device.ROWS
             )
             if need_dw:
-                own, columns, steps = lanes_of(D)
                 lanes = torch.empty(LANES.value, D, device=home)
-                lanes_kernel[(LANES.value // own, cdiv(D, columns))](
-                    dy, x, old, inverse, lanes, T, D, own, columns, steps, with_residual,
-                    num_warps=warps_of(own, columns), **device.ROWS,
-                )  # fmt: skip
+                arguments = dy, x, old, inverse, lanes, T
+                how = lanes_defines(D, with_residual, all(t.data_ptr() % 16 == 0 for t in (dy, x, old)))
+                kernel = cuda.kernel(home, LANES_SOURCE, "norm_lanes", how)
+                cuda.launch(kernel, LANES.value * cdiv(D, 64), 32, 0, arguments)
                 dw_kernel[(cdiv(D, 16),)](lanes, dw, D, 16, num_warps=4, **device.ROWS)
     return dx, dw if need_dw else None
