@@ -22,8 +22,8 @@ MUTATIONS = {
     "counts in place of bounds": ("dispatch", "bounds_ptr + e, begin", "bounds_ptr + e, total", "plan"),
     "rows that name their slots": ("dispatch", "rows_ptr + slot, place", "rows_ptr + slot, slot", "plan"),
     "a token written to its first slot alone": (
-        "dispatch", "rows_ptr + t * K + k, mask=t < T, other=0)[:, None]\n            tl.store(y_ptr",
-        "rows_ptr + t * K, mask=t < T, other=0)[:, None]\n            tl.store(y_ptr", "spread",
+        "dispatch", "(tl.load(rows_ptr + t * K + k, mask=t < T, other=0),)",
+        "(tl.load(rows_ptr + t * K, mask=t < T, other=0),)", "spread",
     ),
     "the higher of two equal experts": ("router", "(65535 - e)", "e", "router"),
     "negative logits the other way round": ("router", "u ^ 0x7FFFFFFF, u) & -65536", "u, u) & -65536", "router"),

@@ -19,6 +19,7 @@ from minitransformer.ops.gpu import (
     sample,
     swiglu,
 )
+from minitransformer.ops.gpu.launch import next_power_of_2
 
 FOUND = {name: device.slot(name) for name in device.FAULTS}
 
@@ -27,10 +28,10 @@ def _norms() -> Iterator[tuple]:
     for D in (64, 128, 192, 576, 768, 2048):
         for residual in (False, True):
             name = f"rms_norm {D}{' residual' if residual else ''}"
-            for T in (16, 1 << 14):
-                rows, keep = rms_norm.schedule_of(T, D)
-                types = ("*bf16",) * 5 + ("fp32", "i32!")
-                yield f"{name} of {T}", rms_norm.forward_kernel, types, (D, rows, residual, keep)
+            for T in (16, 1024, 1 << 17):
+                *how, warps = rms_norm.schedule_of(T, D, residual)
+                types, constants = ("*bf16",) * 5 + ("fp32", "i32!"), (D, how[0], residual, how[1])
+                yield f"{name} of {T}", rms_norm.forward_kernel, types, constants, warps
             types, constants = ("*bf16",) * 6 + ("*fp32", "fp32", "i32!"), (D, rms_norm.rows_of(1 << 14, 512), residual)
             yield f"{name} dx", rms_norm.dx_kernel, types, constants
         yield f"rms_norm {D} dw", rms_norm.dw_kernel, ("*fp32", "*bf16"), (D, 16)
@@ -69,7 +70,8 @@ def _routing() -> Iterator[tuple]:
             yield f"copy {D} {scatter}", copy.copy_kernel, types, constants
         types = ("*bf16", "*i64", "*bf16", "*fp32", "i32!")
         for amax in (False, True):
-            yield f"spread {D} {amax}", dispatch.spread_kernel, types, (D, 8, amax, max(1, 1024 // columns), columns)
+            wide = min(4096, next_power_of_2(D)) if amax else columns
+            yield f"spread {D} {amax}", dispatch.spread_kernel, types, (D, 8, amax, max(1, 1024 // wide), wide, 8)
         types = ("*bf16", "*i64", "*i64", "*bf16", "i32!", "i32!")
         yield f"embedding {D} backward", embedding.backward_kernel, types, (D, 512)
 
@@ -79,7 +81,8 @@ def _rest() -> Iterator[tuple]:
     for rows in (2, 8):
         yield f"swiglu {rows}", swiglu.swiglu_kernel, ("*bf16", "*bf16", "i32!", "i32"), (rows, 256)
         types = ("*fp32", "*bf16", "*fp32", "i32!", "i32")
-        yield f"swiglu amax {rows}", swiglu.amax_kernel, types, (rows // 2, 256)
+        constants, warps = ((1, swiglu.WHOLE), 8) if rows == 2 else ((4, swiglu.COLUMNS), 4)
+        yield f"swiglu amax {rows}", swiglu.amax_kernel, types, constants, warps
     for kind in ("*bf16", "*fp32"):
         yield f"swiglu {kind} backward", swiglu.backward_kernel, ("*bf16", kind, "*bf16", "i32!", "i32"), (8, 256)
     yield "logprob max", logprob.max_kernel, ("*fp32", "*fp32", "i32!"), (logprob.BLOCK, logprob.WIDE)

@@ -87,25 +87,29 @@ def few_kernel(
 @triton.jit(do_not_specialize=["T"])
 def spread_kernel(
     x_ptr, rows_ptr, y_ptr, amax_ptr, T, D: tl.constexpr, K: tl.constexpr, AMAX: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Each token's row is read once and written to the rows of its K slots. AMAX: whole rows a program, and maxima."""
+    """Each token's row is read once and written to the rows of its K slots. AMAX: whole rows a program, and maxima.
+    SLOTS: a power of two that holds K."""
     in_turn()
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    rows = ()  # read before the first store: a load that stands behind one is not moved before it
+    for k in tl.static_range(K):
+        rows = rows + (tl.load(rows_ptr + t * K + k, mask=t < T, other=0),)
+    slot = tl.arange(0, SLOTS)[None, :]
+    own = (t < T)[:, None] & (slot < K)
+    slots = tl.load(rows_ptr + t[:, None] * K + slot, mask=own, other=0)
     begin, top = 0 if AMAX else tl.program_id(1) * COLUMNS, tl.zeros((ROWS, COLUMNS), tl.int32)
     for d0 in tl.static_range(0, D if AMAX else COLUMNS, COLUMNS):
         d = begin + d0 + tl.arange(0, COLUMNS)[None, :]
         inside = (t < T)[:, None] & (d < D)
         x = tl.load(x_ptr + t[:, None] * D + d, mask=inside, other=0.0)
         for k in tl.static_range(K):
-            row = tl.load(rows_ptr + t * K + k, mask=t < T, other=0)[:, None]
-            tl.store(y_ptr + row * D + d, x, mask=inside)
+            tl.store(y_ptr + rows[k][:, None] * D + d, x, mask=inside)
         if AMAX:
             top = tl.maximum(top, magnitude(x))
     if AMAX:
-        for k in tl.static_range(K):
-            row = tl.load(rows_ptr + t * K + k, mask=t < T, other=0)
-            tl.store(amax_ptr + row, amax_of(top), mask=t < T)
+        tl.store(amax_ptr + slots, tl.broadcast_to(amax_of(top)[:, None], (ROWS, SLOTS)), mask=own)
 
 
 @quick
@@ -189,13 +193,14 @@ def _spread(op: str, x_TD: Tensor, plan, with_amax: bool) -> tuple[Tensor, Tenso
     if with_amax and D == 0:
         amax.zero_()
     if out.numel():
-        columns = tile(D)[1]
+        columns = min(4096, next_power_of_2(D)) if with_amax else tile(D)[1]
         block = max(1, 1024 // columns)
         grid = cdiv(T, block), 1 if with_amax else cdiv(D, columns)
         with on(home):
             spread_kernel[grid](
-                x, rows, out, amax, T, D, K, with_amax, block, columns, num_warps=4, **device.ROWS, **device.CHAIN
-            )
+                x, rows, out, amax, T, D, K, with_amax, block, columns, next_power_of_2(K),
+                num_warps=4, **device.ROWS, **device.CHAIN,
+            )  # fmt: skip
     return out, amax
 
 

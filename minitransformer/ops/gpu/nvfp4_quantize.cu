@@ -7,8 +7,8 @@
 // to the nearest integer, ties to the even one: the spec's rounding, as ties of E2M1 go to even codes too. What is added
 // to before is even. x 16 makes room for the next code; four codes, then the low halves of two sums are a word of eight.
 //
-// Compiled with: K; for `quantize` WIDE: x is FP32, else BF16; DECODE: the BF16 operand too; STEPS: blocks a thread; for
-// `produce` GATHER: a row is a token's, else SwiGLU's; THREADS.
+// Compiled with: K; THREADS; for `quantize` WIDE: x is FP32, else BF16; DECODE: the BF16 operand too; STEPS: blocks a
+// thread; for `produce` GATHER: a row is a token's, else SwiGLU's.
 
 typedef unsigned char u8;
 typedef unsigned short u16;

@@ -21,7 +21,8 @@ LONGEST = 8192  # a row is one block of threads, a thread has at most one block 
 def defines(K: int, gather: bool) -> tuple[tuple[str, int], ...]:
     """What nvfp4_quantize.cu is compiled with; the last is the number of threads."""
     threads = min(512, -(-K // 256) * 32)  # eight elements each
-    return ("K", K), ("WIDE", 0), ("DECODE", 1), ("STEPS", 1), ("GATHER", int(gather)), ("THREADS", threads)
+    form = ("WIDE", 0), ("DECODE", 1), ("STEPS", 1)  # of `quantize`, which is not used
+    return ("K", K), *form, ("GATHER", int(gather)), ("THREADS", threads)
 
 
 def _launch(x: Tensor, plan, K: int, gather: bool) -> tuple[Tensor, ...]:

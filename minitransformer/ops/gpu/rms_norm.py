@@ -30,12 +30,19 @@ def _weight(w_ptr, d0, D: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _inverse_of(lanes, eps, D: tl.constexpr, ROWS: tl.constexpr):
+def _mean(lanes, D: tl.constexpr, ROWS: tl.constexpr):
+    """Of D elements, from their lanes [ROWS, 128] -> [ROWS]."""
     total = lane_tree(lanes, ROWS)
     if D & (D - 1) == 0:  # the same number, rounded the same way, without a division
         mean = total * (1.0 / D)
     else:
         mean = div(total, tl.full((ROWS,), D, tl.float32))
+    return mean
+
+
+@triton.jit
+def _inverse_of(lanes, eps, D: tl.constexpr, ROWS: tl.constexpr):
+    mean = _mean(lanes, D, ROWS)
     return div(tl.full((ROWS,), 1.0, tl.float32), tl.math.sqrt_rn(mean + eps))[:, None]
 
 
@@ -103,7 +110,7 @@ def dx_kernel(
         g = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32) * w
         # Lanes past the end of a row add nothing, not even to a -0.
         lanes = tl.where(inside, lanes + g * (v * inverse), lanes)
-    c = div(lane_tree(lanes, ROWS), tl.full((ROWS,), D, tl.float32))[:, None]
+    c = _mean(lanes, D, ROWS)[:, None]
     for d0 in tl.static_range(0, D, LANES):
         at, inside = row * D + d0 + lane, valid & (d0 + lane < D)
         v = _load(x_ptr, residual_ptr, at, inside, RESIDUAL)
@@ -140,9 +147,13 @@ def lanes_defines(D: int, residual: bool, aligned: bool = True) -> tuple[tuple[s
     return ("D", D), ("RESIDUAL", int(residual)), ("ALIGNED", int(aligned and D % 8 == 0))
 
 
-def schedule_of(T: int, D: int) -> tuple[int, bool]:
-    """(rows a program, whether they stay in registers) of the forward pass. Few rows wait, so four warps take one."""
-    return (1 if T < 2048 and D >= 512 else rows_of(T, D)), T < 2048 and D <= 4096
+def schedule_of(T: int, D: int, residual: bool = False) -> tuple[int, bool, int]:
+    """(rows a program, whether they stay in registers, warps) of the forward pass. Few rows wait: each has its own."""
+    if D < 512 and T <= 1 << 16:
+        return 8, True, 4
+    if 512 <= D <= 4096 and T < 2048:
+        return 1, True, 2 if residual or T > 128 else 4
+    return rows_of(T, D), False, 4
 
 
 def forward(x: Tensor, residual: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
@@ -153,11 +164,11 @@ def forward(x: Tensor, residual: Tensor | None, weight_D: Tensor, eps: float) ->
     new = None if residual is None else torch.empty_like(rows)
     T = y.numel() // max(1, D)
     if T:
-        block, keep = schedule_of(T, D)
+        block, keep, warps = schedule_of(T, D, residual is not None)
         with on(home):
             forward_kernel[(cdiv(T, block),)](
                 rows, old, w, y, y if new is None else new, eps, T, D, block, residual is not None, keep,
-                num_warps=4, **device.ROWS, **device.CHAIN,
+                num_warps=warps, **device.ROWS, **device.CHAIN,
             )  # fmt: skip
     return y, new
 
