@@ -60,6 +60,8 @@ class Recording(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None) -> Any:
         result, name = function(*args, **(kwargs or {})), getattr(function, "__name__", str(function))
+        if name in _LOOKS:
+            return result
         if function in _MAKES:
             self.made.append(result)
         elif function is torch.mm and not kwargs:
@@ -68,7 +70,7 @@ class Recording(TorchFunctionMode):
         elif name in _MAY_COPY:
             if result.untyped_storage().data_ptr() != args[0].untyped_storage().data_ptr():
                 self.refuse(f"{name} that copies")
-        elif name not in _LOOKS:
+        else:
             self.refuse(name)
         return result
 
