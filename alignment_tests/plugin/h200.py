@@ -142,7 +142,7 @@ def transfers(args: argparse.Namespace) -> int:
                     with torch.no_grad():
                         for parameter in model.parameters():
                             parameter.neg_()
-                report = sync(Learner(model), c, route, backend="gloo")  # NCCL takes no two processes on one GPU
+                report = sync(Learner(model), c, route, backend=args.backend)
                 moved = laws.same(before, laws.run(c, ids)).differing if weights == "equal" else 0
                 wrong += not report.equal or moved > 0
                 parts = [f"{report.bytes / 2**20:.1f}", *(f"{x:.3f}" for x in report.seconds.values())]
@@ -166,6 +166,7 @@ def main() -> int:
     parser.add_argument("--output", type=int, default=256)
     parser.add_argument("--weights", nargs="+", default=["equal", "other", "other"], help="that syncs send")
     parser.add_argument("--routes", nargs="+", choices=ROUTES, default=ROUTES)
+    parser.add_argument("--backend", default="gloo", help="of distributed; nccl takes no two processes on one GPU")
     parser.add_argument("--repeats", type=int, default=2, help="the fastest counts")
     parser.add_argument("--timeout", type=float, default=300)
     parser.add_argument("--lifetime", type=float, default=900, help="seconds until kept engines end by themselves")
