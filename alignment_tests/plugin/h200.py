@@ -159,7 +159,7 @@ def main() -> int:
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--layers", type=int, default=4, help="of the wide checkpoint")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256], help="measured, captured, warmed up")
-    parser.add_argument("--tokens", type=int, default=330000, help="of an engine's pool of keys and values")
+    parser.add_argument("--tokens", type=int, default=360000, help="of an engine's pool of keys and values")
     parser.add_argument("--experts", action="store_true", help="engines return the experts' ids")
     parser.add_argument("--warm", action="store_true", help="an engine is up when the batches have run on it")
     parser.add_argument("--input", type=int, default=1024)

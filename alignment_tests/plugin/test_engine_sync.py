@@ -127,6 +127,18 @@ def test_a_broadcast_that_fails(engine, monkeypatch):
     assert sync(Learner(engines.tiny()), engine, "distributed").equal
 
 
+def test_broadcasts_in_another_order_are_seen(engine, monkeypatch):
+    """Two experts of one shape, one sent in the other's place."""
+    learner, broadcast = Learner(engines.tiny()), group._broadcast
+    names = [name for name, _ in sync_module._named(learner.model, {}, None)]
+    a, b = (names.index(f"model.layers.2.mlp.experts.{e}.down_proj.weight") for e in (3, 4))
+    order = [b if i == a else a if i == b else i for i in range(len(names))]
+    monkeypatch.setattr(group, "_broadcast", lambda pg, tensors: broadcast(pg, [tensors[i] for i in order]))
+    assert sync(learner, engine, "distributed").differing == ["layers.2.mlp.down.weight"]
+    monkeypatch.setattr(group, "_broadcast", broadcast)
+    assert sync(learner, engine, "distributed").equal
+
+
 def test_a_server_that_stops_and_goes_on(checkpoint, monkeypatch):
     """A time-out while it is stopped; the late update finds its sender gone and is turned away; a retry succeeds."""
     monkeypatch.setattr(sync_module, "STATE_TIMEOUT", 1)
