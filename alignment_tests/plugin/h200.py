@@ -49,6 +49,7 @@ def of_an_engine(c: Client, model: Qwen3MoeForCausalLM, experts: bool) -> Laws:
         "two runs": lambda: laws.two_runs(c, ids),
         "radix hit of 100 tokens against none": lambda: laws.hit_equals_miss(c, ids[7][:100], ids[2], 100),
         "our sampler against engine": lambda: laws.sampler_equals_engine(model, c, ids),
+        "our sampler against engine, top_p 0.9": lambda: laws.sampler_equals_engine(model, c, ids, 0.8, 8, top_p=0.9),
         **({"expert ids": lambda: laws.experts_agree(model, c, ids)} if experts else {}),
     }
 

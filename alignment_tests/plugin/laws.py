@@ -135,13 +135,16 @@ def learner_equals_engine(model, client: Client, ids: Ids, temperature: float = 
     return total(each)
 
 
-def sampler_equals_engine(model, client: Client, ids: Ids, temperature: float = 1.0, new_tokens: int = 16) -> Count:
-    """Our own sampler draws the same tokens with the same seeds, and gives them the same log-probs."""
+def sampler_equals_engine(
+    model, client: Client, ids: Ids, temperature: float = 1.0, new_tokens: int = 16, **options
+) -> Count:
+    """Our own sampler draws the same tokens with the same seeds, and gives them the same log-probs. options: top_p."""
     from minitransformer.sampler.sampler import Sampler
     from minitransformer.sampler.sequence import SamplingParams
 
-    outs = run(client, ids, temperature, new_tokens)
-    own = [SamplingParams(new_tokens, temperature, seed=100 + i, ignore_eos=True) for i in range(len(ids))]
+    client.flush_cache()
+    outs = client.generate(ids, [p | options for p in params(len(ids), temperature, new_tokens)])
+    own = [SamplingParams(new_tokens, temperature, seed=100 + i, ignore_eos=True, **options) for i in range(len(ids))]
     done = Sampler(model).generate(ids, own)
     each = [count(o.token_ids, c.token_ids) for o, c in zip(outs, done, strict=True)]
     return total(each + [count(o.log_probs, c.log_probs) for o, c in zip(outs, done, strict=True)])

@@ -1,9 +1,13 @@
 """The laws through a real SGLang engine on the CPU, 0 differing. Engines run in processes of their own."""
 
+import subprocess
+import sys
+
 import pytest
 
 from alignment_tests.plugin import engines, laws
 from alignment_tests.plugin.engines import VOCAB
+from minitransformer.plugins.sglang.launch import environment
 
 LENGTHS = (5, 1, 37, 64, 65, 90, 16, 130)
 P = laws.prompts(LENGTHS, VOCAB)
@@ -49,6 +53,25 @@ def test_learner_equals_engine(engine, temperature):
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 0.0])
 def test_our_sampler_equals_engine(engine, temperature):
     zero(laws.sampler_equals_engine(engines.tiny(), engine.client, P, temperature))
+
+
+@pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_k": 7}, {"top_k": 40, "top_p": 0.3}], ids=str)
+def test_our_sampler_equals_engine_with_a_part_of_the_vocabulary(engine, options):
+    zero(laws.sampler_equals_engine(engines.tiny(), engine.client, P, 0.8, **options))
+
+
+TOP_P = """
+from types import SimpleNamespace as N
+from minitransformer.plugins.sglang import logits
+one = N(rid="a", sampling_params=N(sampling_seed=None, top_p=0.9))
+print(logits.with_seeds(lambda *_: N(), None, N(reqs=[one], device="cpu"), 5).top_ps.tolist())
+"""
+
+
+def test_top_p_is_not_rounded():
+    """Mass that reaches a share in FP64 and not in FP32 is rare, so the share itself is looked at."""
+    run = subprocess.run([sys.executable, "-c", TOP_P], env=environment(cpu=True), capture_output=True, text=True)
+    assert run.stdout == "[0.9]\n", run.stderr[-2000:]
 
 
 def test_experts_agree(engine):

@@ -219,13 +219,18 @@ def draw(logits_LV: Tensor, draws: Sequence[tuple], scored: bool) -> tuple[Tenso
 
 
 def with_seeds(original: Any, cls: Any, batch: Any, vocab_size: int) -> Any:
-    """SamplingBatchInfo with a seed for every request: its own, or one of its name, which SGLang draws at random."""
+    """SamplingBatchInfo with a seed for every request: its own, or one of its name, which SGLang draws at random.
+
+    top_p is FP64, as the spec has it; SGLang rounds it to FP32."""
     info = original(cls, batch, vocab_size)
-    seeds = [
-        int.from_bytes(hashlib.sha256(r.rid.encode()).digest()[:7]) if r.sampling_params.sampling_seed is None
-        else r.sampling_params.sampling_seed
-        for r in batch.reqs
-    ]  # fmt: skip
-    seeds = torch.tensor(seeds, dtype=torch.int64, pin_memory=torch.cuda.is_available())
-    info.sampling_seed = seeds.to(batch.device, non_blocking=True)
+
+    def there(values: list, dtype: torch.dtype) -> Tensor:
+        made = torch.tensor(values, dtype=dtype, pin_memory=torch.cuda.is_available())
+        return made.to(batch.device, non_blocking=True)
+
+    params = [r.sampling_params for r in batch.reqs]
+    names = [int.from_bytes(hashlib.sha256(r.rid.encode()).digest()[:7]) for r in batch.reqs]
+    seeds = [n if p.sampling_seed is None else p.sampling_seed for n, p in zip(names, params, strict=True)]
+    info.sampling_seed = there(seeds, torch.int64)
+    info.top_ps = there([p.top_p for p in params], torch.float64)
     return info
