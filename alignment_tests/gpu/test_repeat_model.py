@@ -1,0 +1,114 @@
+"""The model's own layers are repeated (ops/gpu/repeat.py), and launch what each would have launched itself; no GPU."""
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed: nothing to launch")
+
+import torch
+import triton
+
+from alignment_tests.gpu import fake_driver
+from alignment_tests.learner.tiny import tiny_model
+from minitransformer.batch import Batch
+from minitransformer.models.qwen3_moe import layers, model
+from minitransformer.ops import gpu
+from minitransformer.ops.gpu import choice, device, launch, repeat
+from minitransformer.sampler.cache import KVCache
+
+pytestmark = pytest.mark.skipif(triton.__version__ not in launch.VERSIONS, reason="this Triton has no short way")
+LAYERS, ADDRESS = 5, 1 << 32  # numbers from there on are addresses
+
+
+def quick_kernels() -> list:
+    """Of the modules that a forward pass uses; they remember launchers of the driver that was there."""
+    names = ("attention_tiles", "copy", "dispatch", "grouped_linear", "linear", "qkv", "rms_norm", "router", "swiglu")
+    found = [vars(getattr(gpu, name)).values() for name in names]
+    return [k for kernels in found for k in kernels if isinstance(getattr(k, "run", None), launch.Quick)]
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """Tensors of the CPU pass for the GPU's: nothing reads or writes them."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(device, "unverified", lambda home: None)
+    monkeypatch.setattr(device, "multiprocessors", lambda home: 132)
+    monkeypatch.setattr(choice, "of", lambda home, product, M: choice.NOTHING)
+    with fake_driver.installed() as fake:
+        for kernel in quick_kernels():
+            kernel.run.known.clear(), kernel.device_caches.clear()
+        yield fake
+        for kernel in quick_kernels():
+            kernel.run.known.clear(), kernel.device_caches.clear()
+
+
+def launches(driver, net, batch, cache, monkeypatch) -> list[list[tuple]]:
+    """Of each layer."""
+    found, run_of = [], layers.runner
+
+    def runner(*args):
+        run = run_of(*args)
+
+        def noted(layer, *args):
+            driver.launches.clear()
+            outputs = run(layer, *args)
+            found.append(list(driver.launches))
+            return outputs
+
+        return noted
+
+    monkeypatch.setattr(model, "runner", runner)
+    with torch.no_grad():
+        net.hidden(batch, cache)
+    monkeypatch.setattr(model, "runner", run_of)
+    return found
+
+
+def differences(plain: list[list], repeated: list[list], known: set[int]) -> list[tuple[int, int]]:
+    """(layer, launch): another kernel or number, another address of what is known, or two memories where it had one.
+
+    Within a repeated layer each memory has an address of its own; in a plain one memory that is free serves again.
+    """
+    wrong = []
+    for i, (own, again) in enumerate(zip(plain, repeated, strict=True)):
+        if i == 0:  # without a residual: runs as it is
+            continue
+        same: dict[int, int] = {}
+        for j, ((code, values), (code_again, values_again)) in enumerate(zip(own, again, strict=True)):
+            equal = code == code_again and len(values) == len(values_again)
+            for a, b in zip(values, values_again, strict=False):
+                number = not isinstance(a, int) or a < ADDRESS
+                equal &= a == b if number or a in known or b in known else same.setdefault(b, a) == a
+            if not equal:
+                wrong.append((i, j))
+    return wrong
+
+
+BATCHES = {
+    "packed": (Batch.packed([[1, 2, 3], list(range(40))]), False),
+    "prefill": (Batch.paged([[1] * 20, [2] * 5], [0, 3], [[0, 1], [2]], 16), True),
+    "decode": (Batch.paged([[1], [2]], [20, 4], [[0, 1], [2]], 16), True),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_models_layers_launch_what_they_would_themselves(driver, monkeypatch, name):
+    net = tiny_model(num_layers=LAYERS, sparse_layers=(True,) * LAYERS)
+    batch, paged = BATCHES[name]
+    cache = KVCache(net.config, 3, 16) if paged else None
+    for _ in range(2):  # the second time every key is known
+        monkeypatch.setattr(repeat, "MAX_TOKENS", 0)
+        plain = launches(driver, net, batch, cache, monkeypatch)
+    monkeypatch.setattr(repeat, "MAX_TOKENS", 4096)
+    recordings, finish = [], repeat.Recording.finish
+    monkeypatch.setattr(repeat.Recording, "finish", lambda self, *a: (finish(self, *a), recordings.append(self)))
+    repeated = launches(driver, net, batch, cache, monkeypatch)
+    assert [one.refused for one in recordings] == [None] and len(plain[2]) > 10
+    tensors = [*net.parameters(), *batch.__dict__.values(), *(net._table(), device._table(net.device))]
+    tensors += [] if cache is None else [*cache.k, *cache.v]
+    known = {t.data_ptr() for t in tensors if isinstance(t, torch.Tensor)}
+    known |= {device._of_layer(net.device, i).data_ptr() for i in range(LAYERS)}
+    assert differences(plain, repeated, known) == []
+    other = [repeated[0], repeated[1], repeated[3], repeated[2], repeated[4]]  # layers with each other's tensors
+    assert {i for i, _ in differences(plain, other, known)} == {2, 3}
