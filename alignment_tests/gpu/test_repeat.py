@@ -1,5 +1,6 @@
 """A layer's launches made again (ops/gpu/repeat.py) are those that the other layers would have made themselves."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -131,6 +132,29 @@ def test_layers_that_differ_in_more_than_tensors_have_a_recording_each(driver):
     layers = [Layer(i, extra=twice if i > 2 else None) for i in range(5)]
     plain, repeated, again = both(driver, layers, 6 * 5 + 2)
     assert repeated == plain and len(again.recordings) == 2
+
+
+def test_a_thread_that_is_watched_tells_nothing_of_another(driver):
+    """Nor does another that is watched at the same time take its launches."""
+    seen, inside, go_on = [], threading.Event(), threading.Event()
+
+    def waits(layer, m):
+        if threading.current_thread() is not threading.main_thread() and launch.watching() is not None:
+            inside.set(), go_on.wait(20)
+        return m
+
+    def other():
+        with torch.no_grad():
+            seen.append(both(driver, [Layer(i, extra=waits) for i in range(3)])[2])
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert inside.wait(20)
+    with repeat.Recording() as mine:
+        Layer(0)(torch.zeros(64), torch.zeros(64), SimpleNamespace(rows=torch.zeros(64)), torch.zeros(64),
+                 (torch.zeros(64), torch.zeros(64)), None)  # fmt: skip
+    go_on.set(), thread.join(20)
+    assert len(mine.calls) == 6 and [len(one.calls) for one in seen[0].recordings.values()] == [6]
 
 
 def zeroed(layer, m):

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
 from inspect import getclosurevars
 from itertools import chain
-from threading import get_ident
+from threading import local
 from typing import Any, NamedTuple
 
 import torch
@@ -37,18 +37,21 @@ class Address(int):
     """Of a tensor; other integers are numbers."""
 
 
-_watcher: Any = None
+class _Thread(local):
+    watcher: Any = None
+
+
+_thread = _Thread()
 
 
 def watch(watcher: Any) -> None:
-    """watcher.launched(run, arguments) is called with each launch of its thread, or watcher.refuse(why)."""
-    global _watcher
-    _watcher = watcher
+    """watcher.launched(run, arguments) is called with each launch of this thread, or watcher.refuse(why)."""
+    _thread.watcher = watcher
 
 
 def watching() -> Any:
     """Who watches this thread."""
-    return _watcher if _watcher is not None and _watcher.thread == get_ident() else None
+    return _thread.watcher
 
 
 def cdiv(n: int, by: int) -> int:
@@ -139,13 +142,13 @@ class Quick:
         direct = None if key is None else self.known.get(key)
         if direct is not None:
             stream = driver.active.get_current_stream(gpu)
-            if _watcher is not None and watching() is not None:
+            if (watcher := _thread.watcher) is not None:
                 for i in self._places[tuple(map(type, args))][0]:
                     values[i] = Address(values[i])
-                _watcher.launched(partial(direct, stream, grid), values)
+                watcher.launched(partial(direct, stream, grid), values)
             return direct(stream, grid, values)
-        if watching() is not None:
-            _watcher.refuse("a launch of Triton's own way")
+        if _thread.watcher is not None:
+            _thread.watcher.refuse("a launch of Triton's own way")
         args = [a.descriptor() if type(a) is Window else a for a in args]
         compiled = self.triton_run(*args, grid=grid, warmup=warmup, **options)
         if options.get("launch_pdl") and "griddepcontrol.wait" not in compiled.asm["ptx"]:

@@ -12,7 +12,6 @@ layers run as they always do.
 
 from collections.abc import Callable, Iterable
 from operator import attrgetter
-from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +44,6 @@ class Recording(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.thread = get_ident()
         self.calls: list[Call] = []
         self.made: list[Tensor] = []
         self.refused: str | None = None
