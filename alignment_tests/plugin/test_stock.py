@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
@@ -20,9 +21,10 @@ from alignment_tests.plugin.own_kernels import OwnKernels
 from minitransformer.alignment.compare import ComparingTrace
 from minitransformer.alignment.trace import Trace
 from minitransformer.cli import main
+from minitransformer.commands import align_sglang, common
 from minitransformer.errors import InputError
 from minitransformer.learner.learner import Learner
-from minitransformer.plugins.sglang import stock
+from minitransformer.plugins.sglang import launch, plugin, stock
 from minitransformer.plugins.sglang.align import EngineAlignment, align_engine
 from minitransformer.plugins.sglang.client import Client
 from minitransformer.plugins.sglang.identity import refuse_for_stock
@@ -131,6 +133,36 @@ def test_another_decode_is_shown_but_no_difference(exchanged):
         server.generate = generate
         found = run(server)
     assert found.equal and (found.gap.differing, found.gap.tokens) == (18, 18) and found.rescored == found.gap
+
+
+def test_the_server_is_started_as_the_kernels_need(monkeypatch, tmp_path):
+    started = []
+
+    class Started:
+        url, log = "http://127.0.0.1:9", tmp_path / "log"
+
+        def __init__(self, model, arguments, **more):
+            started.append((arguments, more))
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr(launch, "Server", Started)
+    monkeypatch.setattr(plugin, "sglang_version", lambda: "0.5.17")
+    for device in ("cuda", "cpu"):
+        monkeypatch.setattr(common, "device", lambda name, args, device=device: torch.device(device))
+        args = Namespace(sampler="sglang", stock=True, device="", recipe=None, model="m", sglang_arg=["--page-size 8"])
+        with align_sglang._client(args) as client:
+            assert client.url == Started.url
+    (arguments, more), (on_cpu, _) = started
+    assert arguments[-2:] == ["--page-size", "8"] and "--enable-deterministic-inference" in arguments
+    assert {arguments[i + 1] for i, x in enumerate(arguments) if x.endswith("-backend")} == {"triton", "pytorch"}
+    assert more["stock"] and not more["cpu"]
+    assert more["extra_environment"] == {"SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM": "0"}
+    assert on_cpu == ["--attention-backend", "torch_native", "--page-size", "8"]
 
 
 def test_stock_of_a_server_with_our_model(exchanged):
