@@ -17,6 +17,7 @@ static float __fadd_rn(float a, float b) { return a + b; }
 static float __fsub_rn(float a, float b) { return a - b; }
 static float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 static float __fdiv_rn(float a, float b) { return a / b; }
+static float __fsqrt_rn(float a) { return std::sqrt(a); }
 static float __frcp_rn(float a) { return 1.0f / a; }
 static unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 static unsigned __vmaxu2(unsigned a, unsigned b) { return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16; }

@@ -21,6 +21,7 @@ CALLS = {
     "and.b32": "d = a & 0x7FFF7FFF;",
     "mul.bf16x2": "d = mul_bf16x2(a, b);",
     "cvt.rn.bf16.f32": "bits = nearest_bf16(value);",
+    "cvt.rn.bf16x2.f32": "pair = nearest_bf16(even) | (u32)nearest_bf16(odd) << 16;",
     "cp.async.cg.shared.global": "memcpy(to, from, 16);",
     "cp.async.ca.shared.global": "memcpy(to, from, 4);",
     "cp.async.commit_group": ";",

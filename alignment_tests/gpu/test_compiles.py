@@ -220,6 +220,16 @@ def test_a_norms_schedules_are_powers_of_two_for_every_width():
 LANES = [rms_norm.lanes_defines(D, residual) for D in (15, 128, 2048) for residual in (False, True)]
 
 
+@pytest.mark.parametrize("D", [D for D in range(1, 300) if rms_norm.short(D)])
+def test_the_short_norms_gradient_compiles_to_the_arithmetic_of_the_spec(D, tmp_path):
+    """FFMA and FADD.FTZ on scaled operands belong to the division and the root."""
+    text = _sass(rms_norm.SHORT_SOURCE, (("D", D),), tmp_path)
+    found = set(re.findall(r"\b([HFD](?:MMA|MUL|ADD|FMA|MNMX|SETP|SET)2?\b[.\w]*)", text))
+    names = {name.split(".")[0] for name in found}
+    assert {"FMUL", "FADD"} <= names <= {"FMUL", "FADD", "FFMA", "FSETP", "HFMA2"}, found
+    assert "F2FP.BF16.F32.PACK_AB" in text and "STL" not in text, "spills"
+
+
 @pytest.mark.parametrize("defines", LANES, ids=str)
 def test_the_norms_lanes_compile_to_the_arithmetic_of_the_spec(defines, tmp_path):
     text = _sass(rms_norm.LANES_SOURCE, defines, tmp_path)

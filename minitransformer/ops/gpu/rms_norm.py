@@ -1,5 +1,7 @@
 """rms_norm/1 on Hopper, forward and backward (ops/rms_norm.py has the spec): a row is read in chunks of 128 lanes."""
 
+import struct
+
 import torch
 import triton
 import triton.language as tl
@@ -10,7 +12,8 @@ from minitransformer.ops.gpu.launch import cdiv, on, quick
 from minitransformer.ops.gpu.scalar import LANES, div, lane_tree
 from minitransformer.ops.gpu.tiles import in_turn, to_bf16
 
-LANES_SOURCE = "norm_lanes.cu"
+LANES_SOURCE, SHORT_SOURCE = "norm_lanes.cu", "norm_short.cu"
+SHORT_ROWS = 64  # of a block of threads
 
 
 @triton.jit
@@ -147,6 +150,16 @@ def lanes_defines(D: int, residual: bool, aligned: bool = True) -> tuple[tuple[s
     return ("D", D), ("RESIDUAL", int(residual)), ("ALIGNED", int(aligned and D % 8 == 0))
 
 
+def short(D: int) -> bool:
+    """Whether norm_short.cu takes rows of this length."""
+    return D in (16, 32, 64, 128)
+
+
+def float_bits(x: float) -> int:
+    """The bits of an FP32 number as the int that a CUDA kernel takes."""
+    return struct.unpack("i", struct.pack("f", x))[0]
+
+
 def schedule_of(T: int, D: int, residual: bool = False) -> tuple[int, bool, int]:
     """(rows a program, whether they stay in registers, warps) of the forward pass. Few rows wait: each has its own."""
     if D < 512 and T <= 1 << 16:
@@ -184,9 +197,13 @@ def backward(dy, dr, x, residual, weight_D, eps, need_dw=True) -> tuple[Tensor, 
         # More than 8 short rows spill: Triton spreads the layout of `inverse`, a whole row a thread, over everything.
         block, inverse = rows_of(T, 512), torch.empty(T, dtype=torch.float32, device=home)
         with on(home):
-            dx_kernel[(cdiv(T, block),)](
-                dy, dr, x, old, w, dx, inverse, eps, T, D, block, with_residual, num_warps=4, **device.ROWS
-            )
+            if not with_residual and short(D) and all(t.data_ptr() % 4 == 0 for t in (dy, x, w)):
+                kernel = cuda.kernel(home, SHORT_SOURCE, "norm_short", (("D", D),))
+                cuda.launch(kernel, cdiv(T, SHORT_ROWS), 128, 0, (dy, x, w, dx, inverse, T, float_bits(eps)))
+            else:
+                dx_kernel[(cdiv(T, block),)](
+                    dy, dr, x, old, w, dx, inverse, eps, T, D, block, with_residual, num_warps=4, **device.ROWS
+                )
             if need_dw:
                 lanes = torch.empty(LANES.value, D, device=home)
                 arguments = dy, x, old, inverse, lanes, T
