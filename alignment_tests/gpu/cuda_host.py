@@ -20,7 +20,6 @@ CALLS = {
     "cvt.rn.satfinite.e4m3x2.f32": "d = e4m3_code(v);",
     "and.b32": "d = a & 0x7FFF7FFF;",
     "mul.bf16x2": "d = mul_bf16x2(a, b);",
-    "cvt.rn.bf16.f32": "bits = nearest_bf16(value);",
     "cvt.rn.bf16x2.f32": "pair = nearest_bf16(even) | (u32)nearest_bf16(odd) << 16;",
     "cp.async.cg.shared.global": "memcpy(to, from, 16);",
     "cp.async.ca.shared.global": "memcpy(to, from, 4);",

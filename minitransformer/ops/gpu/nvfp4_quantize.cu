@@ -203,15 +203,16 @@ __device__ __forceinline__ float exp2_32(float x) {
     return x == x ? y : x;
 }
 
-__device__ __forceinline__ u32 bf16_of(float value) {
-    u16 bits;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return value == value ? bits : 0x7FC0;
+__device__ __forceinline__ float swiglu(float gate, float up) {
+    return __fmul_rn(__fdiv_rn(gate, __fadd_rn(exp2_32(__fmul_rn(gate, -0x1.715476p+0f)), 1.0f)), up);
 }
 
-__device__ __forceinline__ u32 swiglu(float gate, float up) {
-    float silu = __fdiv_rn(gate, __fadd_rn(exp2_32(__fmul_rn(gate, -0x1.715476p+0f)), 1.0f));
-    return bf16_of(__fmul_rn(silu, up));
+// Two BF16, nearest even; a NaN becomes 0x7fc0.
+__device__ __forceinline__ u32 pair_of(float even, float odd) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(odd), "f"(even));
+    if (even != even) pair = (pair & 0xFFFF0000) | 0x7FC0;
+    return odd == odd ? pair : (pair & 0xFFFF) | 0x7FC00000;
 }
 
 #ifdef GATHER
@@ -222,8 +223,8 @@ __device__ __forceinline__ uint4 eight(const void *x, u32 from, u32 chunk) {
 #else
     const float4 *gate = (const float4 *)x + (i64)from * (K / 2) + 2 * chunk, *up = gate + K / 4;
     float4 g0 = gate[0], g1 = gate[1], u0 = up[0], u1 = up[1];
-    return make_uint4(swiglu(g0.x, u0.x) | swiglu(g0.y, u0.y) << 16, swiglu(g0.z, u0.z) | swiglu(g0.w, u0.w) << 16,
-                      swiglu(g1.x, u1.x) | swiglu(g1.y, u1.y) << 16, swiglu(g1.z, u1.z) | swiglu(g1.w, u1.w) << 16);
+    return make_uint4(pair_of(swiglu(g0.x, u0.x), swiglu(g0.y, u0.y)), pair_of(swiglu(g0.z, u0.z), swiglu(g0.w, u0.w)),
+                      pair_of(swiglu(g1.x, u1.x), swiglu(g1.y, u1.y)), pair_of(swiglu(g1.z, u1.z), swiglu(g1.w, u1.w)));
 #endif
 }
 
