@@ -80,9 +80,9 @@ def _rest() -> Iterator[tuple]:
     yield "schedule", pingpong.schedule_kernel, ("*i64", "*i32", "i32!", "i32!"), (128, 128)
     for rows in (2, 8):
         yield f"swiglu {rows}", swiglu.swiglu_kernel, ("*bf16", "*bf16", "i32!", "i32"), (rows, 256)
-        types = ("*fp32", "*bf16", "*fp32", "i32!", "i32")
-        constants, warps = ((1, swiglu.WHOLE), 8) if rows == 2 else ((4, swiglu.COLUMNS), 4)
-        yield f"swiglu amax {rows}", swiglu.amax_kernel, types, constants, warps
+    types = ("*fp32", "*bf16", "*fp32", "i32!", "i32")
+    for rows, columns, warps in ((1, swiglu.WHOLE, 16), (1, swiglu.WHOLE, 8), (4, swiglu.COLUMNS, 4)):
+        yield f"swiglu amax {rows} of {warps} warps", swiglu.amax_kernel, types, (rows, columns), warps
     for kind in ("*bf16", "*fp32"):
         yield f"swiglu {kind} backward", swiglu.backward_kernel, ("*bf16", kind, "*bf16", "i32!", "i32"), (8, 256)
     yield "logprob max", logprob.max_kernel, ("*fp32", "*fp32", "i32!"), (logprob.BLOCK, logprob.WIDE)

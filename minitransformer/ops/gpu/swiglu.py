@@ -59,7 +59,7 @@ def backward_kernel(dh_ptr, x_ptr, dx_ptr, R, F, ROWS: tl.constexpr, COLUMNS: tl
 
 
 COLUMNS = 256
-WHOLE = 1024  # columns with row maxima, for few rows: eight warps read a row at once
+WHOLE = 1024  # columns with row maxima, for few rows: many warps read a row at once
 
 
 def rows_of(R: int, most: int) -> int:
@@ -87,7 +87,7 @@ def forward_amax(gate_up_R2F: Tensor) -> tuple[Tensor, Tensor]:
         amax.zero_()
     if out.numel():
         with on(home):
-            block, columns, warps = (4, COLUMNS, 4) if R >= 1024 else (1, WHOLE, 8)
+            block, columns, warps = (4, COLUMNS, 4) if R >= 1024 else (1, WHOLE, 8 if R > 128 else 16)
             amax_kernel[(cdiv(R, block),)](x, out, amax, R, F, block, columns, num_warps=warps, **device.ROWS)
     return out, amax
 
