@@ -205,9 +205,9 @@ def test_the_chosen_linear_schedules_are_candidates(N, K):
     """So they were compiled here and checked on the GPU, for every number of rows."""
     chosen = {linear.choose(M, N, K, 132) for M in (*range(1, 600), 1024, 2048, 4096, 16384)}
     assert chosen <= set(linear.CANDIDATES)
-    assert not (K % 8 and any(tile.tma or tile.pingpong for tile in chosen))
+    assert not (K % 8 and any(tile.tma or tile.pingpong or tile.whole for tile in chosen))
     slices = {linear.choose(M, N, K, 132, aligned=False) for M in (1, 16, 100, 5000)}
-    assert slices <= set(linear.CANDIDATES) and not any(tile.tma or tile.pingpong for tile in slices)
+    assert slices <= set(linear.CANDIDATES) and not any(tile.tma or tile.pingpong or tile.whole for tile in slices)
 
 
 def test_a_norms_schedules_are_powers_of_two_for_every_width():

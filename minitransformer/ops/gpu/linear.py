@@ -102,6 +102,7 @@ ONE_WAVE = (
     Tile(16, 32, 256, 4, 4), Tile(16, 64, 128, 4, 5), Tile(64, 32, 128, 4, 4), Tile(64, 128, 64, 4, 5, tma=True),
     Tile(128, 256, 64, 8, 3, tma=True),
 )  # fmt: skip
+ONE_ROW = Tile(8, 16, 512, 3, 1, whole=True)  # where all blocks run at once
 
 
 def choose(M: int, N: int, K: int, programs: int, aligned: bool = True) -> Tile:
@@ -114,6 +115,10 @@ def choose(M: int, N: int, K: int, programs: int, aligned: bool = True) -> Tile:
         return -(-M // tile.m) * -(-N // tile.n) / programs
 
     copy_engine = aligned and K % 8 == 0
+    if M == 1 and aligned and few_rows.fits(ONE_ROW, M, K):
+        blocks = few_rows.SHARED_LIMIT // few_rows.shared(ONE_ROW, M, K) * programs
+        if N <= 16 * blocks:
+            return ONE_ROW
     for tile in ONE_WAVE:
         if waves(tile) <= 1 and tile.n <= max(32, N) and (copy_engine or not tile.tma):
             return tile
