@@ -30,10 +30,10 @@ def row_of(product: Product, M: int, verdicts: Sequence[Verdict]) -> Row:
     tile = fastest(v for v in verdicts if v.candidate.tile is not None)
     named = [v for v in verdicts if v.candidate.library is not None and v.ms is not None]
     library = next((v for v in named if v.ms <= 1.05 * min(w.ms for w in named)), None)
-    return Row(
-        product, M, tile and tuple(tile.candidate.tile), tile and tile.ms, library and library.candidate.library,
-        library and library.ms, {v.candidate.name: v.refused for v in verdicts if v.refused is not None},
-    )  # fmt: skip
+    refused = {v.candidate.name: v.refused for v in verdicts if v.refused is not None}
+    ours = (tuple(map(int, tile.candidate.tile)), round(tile.ms, 5)) if tile else (None, None)
+    theirs = (library.candidate.library, round(library.ms, 5)) if library else (None, None)
+    return Row(product, M, *ours, *theirs, refused)
 
 
 def refusal(product: Product, M: int, library: str, home: torch.device, seed: int = 0) -> str | None:
