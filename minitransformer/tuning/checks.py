@@ -70,7 +70,7 @@ def _offline() -> Check:
     kernel, tile = linear.linear_kernel, linear.REFERENCE
     types = ("*bf16", "*bf16", "*bf16", "i32", "i32", "i32")
     signature = {name: "constexpr" for name in kernel.arg_names} | dict(zip(kernel.arg_names, types, strict=False))
-    constants = dict(zip(kernel.arg_names[6:], (tile.m, tile.n, tile.k, False, True), strict=True))
+    constants = dict(zip(kernel.arg_names[6:], (tile.m, tile.n, tile.k, False, True, False), strict=True))
     try:
         options = {"num_warps": tile.warps, "num_stages": tile.stages, **device.STRICT}
         triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32), options=options)
