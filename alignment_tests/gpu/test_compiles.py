@@ -102,15 +102,15 @@ def test_row_operator_compiles_to_the_arithmetic_of_the_spec(case: Case):
     assert " 0 B stack" in resources(compiled), "spills"
 
 
-def _cubin(file: str, defines: tuple[tuple[str, int], ...], folder: Path) -> bytes:
+def _cubin(file: str, defines: tuple[tuple[str, int], ...], folder: Path, architecture: str = "sm_90") -> bytes:
     """By NVRTC as on a GPU, or by nvcc; skipped where this machine has neither."""
     try:
-        return cuda.compile_source(file, defines)
+        return cuda.compile_source(file, defines, architecture)
     except UnsupportedDevice:
         if shutil.which("nvcc") is None:
             pytest.skip("neither NVRTC nor nvcc is installed")
     source, out = Path(cuda.__file__).with_name(file), folder / "out.cubin"
-    options = [*cuda.OPTIONS, "-arch=sm_90", "-cubin", *(f"-D{name}={value}" for name, value in defines)]
+    options = [*cuda.OPTIONS, f"-arch={architecture}", "-cubin", *(f"-D{name}={value}" for name, value in defines)]
     subprocess.run(["nvcc", *options, "-o", out, source], check=True)
     return out.read_bytes()
 
@@ -215,6 +215,13 @@ def test_a_norms_schedules_are_powers_of_two_for_every_width():
     for D in range(1, 8193):
         numbers = [rms_norm.rows_of(T, D) for T in (1, 1 << 14)]
         assert all(n > 0 and n & (n - 1) == 0 for n in numbers), (D, numbers)
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_100"])
+def test_the_norms_gradients_compile_elsewhere(architecture, tmp_path):
+    """Never run there."""
+    for file, defines in ((rms_norm.SHORT_SOURCE, (("D", 128),)), (rms_norm.LANES_SOURCE, LANES[-1])):
+        assert _cubin(file, defines, tmp_path, architecture)
 
 
 LANES = [rms_norm.lanes_defines(D, residual) for D in (15, 128, 2048) for residual in (False, True)]

@@ -86,7 +86,9 @@ def kernel(home: torch.device, file: str, name: str, defines: tuple[tuple[str, i
     """A function of a file for the current GPU, `home`, allowed `shared` bytes of dynamic shared memory."""
     torch.cuda.current_stream(home)  # there is a context to load into
     driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
-    _done(driver.cuModuleLoadData(ctypes.byref(module), compile_source(file, defines)), driver, file)
+    major, minor = torch.cuda.get_device_capability(home)  # 9.0, or what --allow-unverified lets through
+    code = compile_source(file, defines, f"sm_{major}{minor}")
+    _done(driver.cuModuleLoadData(ctypes.byref(module), code), driver, file)
     _done(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), driver, name)
     if shared > 48 << 10:
         _done(driver.cuFuncSetAttribute(function, _MAX_SHARED, shared), driver, f"{name}, {shared} B of shared memory")
