@@ -32,7 +32,7 @@ RECIPE = ["--json-model-override-args", '{"minitransformer_recipe": "nvfp4_per_t
 STOCK = ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--moe-runner-backend", "triton",
          "--cuda-graph-backend-prefill", "disabled"]  # fmt: skip
 VARIANTS = {"chunk16": ["--chunked-prefill-size", "16"], "chunk64": ["--chunked-prefill-size", "64"],
-            "page16": ["--page-size", "16"], "default": [],  # SGLang's own choice of graphs
+            "page16": ["--page-size", "16"],
             "small": ["--max-total-tokens", "300", "--schedule-conservativeness", "0.1"]}  # fmt: skip
 KINDS = {"bf16": [], "packed": [], "nvfp4": RECIPE, "stock": STOCK,
          "deterministic": [*STOCK, "--enable-deterministic-inference"]}  # fmt: skip
@@ -87,7 +87,7 @@ def arguments(args: argparse.Namespace, name: str) -> tuple[str, list[str], bool
     more += KINDS[kind]
     if "graphs" in rest and not args.cpu:
         more += ["--cuda-graph-backend-decode", "full", "--cuda-graph-bs-decode", *map(str, args.batches)]
-    elif "default" not in rest:
+    elif "default" not in rest:  # SGLang's own choice
         more += ["--cuda-graph-backend-decode", "disabled"]
     more += [x for word in rest for x in VARIANTS.get(word, [])]
     size += ".packed" if kind == "packed" else ""
