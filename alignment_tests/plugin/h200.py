@@ -7,9 +7,9 @@
   python3 -m alignment_tests.plugin.h200 sync DIR ENGINE ...        new weights by each route, and the old ones again
 
 ENGINE is CHECKPOINT-KIND[-graphs|-default][-VARIANT], such as wide-nvfp4-graphs or tiny-bf16-graphs-chunk64. KIND is
-bf16, nvfp4 (from the BF16 checkpoint), packed (from NVFP4 made of it: make tiny.packed), stock or deterministic (both are
-SGLang's own model). graphs: of --batches; default: SGLang's own choice of graphs. VARIANT (h200_engines.py) is compared
-with the engine of the name without it, which must be kept too.
+bf16, nvfp4 (from the BF16 checkpoint), packed (from NVFP4 made of it: make tiny.packed), stock or deterministic, both
+SGLang's own model. graphs: of --batches; default: SGLang's own choice of graphs. VARIANT (h200_engines.py) is
+compared with the engine of the name without it, which must be kept too.
 docs/sglang.md says how SGLang gets onto such a machine. --cpu runs all of it on the CPU, to try the script.
 """
 
