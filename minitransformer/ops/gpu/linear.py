@@ -170,7 +170,8 @@ def forward(
                 x_desc, w_desc, y, M, N, K, tile.m, tile.n, tile.k, programs, **options
             )
         else:
-            early = device.CHAIN["launch_pdl"] and count <= 2 * programs  # so that each program's weight is its own
+            # Few programs of few rows: all begin at once, and each asks for a weight that is its own.
+            early = device.CHAIN["launch_pdl"] and tile.m <= 16 and count <= 2 * programs
             linear_kernel[(count,)](
                 x, w, y, M, N, K, tile.m, tile.n, tile.k, tile.swap, K % tile.k == 0, early, **options
             )
