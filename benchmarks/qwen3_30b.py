@@ -97,7 +97,7 @@ def decode_rows(model, args, rate: float) -> list[dict]:
     """One row a batch size: the decode step from CUDA graphs and without."""
     rows, device = [], model.device
     for requests in args.batches:
-        for graphs in (True, False):
+        for graphs in (True, False) if args.eager else (True,):
             pages = requests * -(-(args.prompt + args.new) // 16)
             sampler = Sampler(
                 model, 16, pages, args.batch_tokens, args.prompt, prefix_cache=False, max_sequences=requests,
@@ -204,6 +204,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of each prompt")
     parser.add_argument("--new", type=int, default=64, help="new tokens of each request")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 16, 64], help="requests of the decode rows")
+    parser.add_argument("--eager", action="store_true", help="decode rows without graphs too")
     parser.add_argument("--batch-tokens", type=int, default=8192, help="tokens of a sampler's step")
     parser.add_argument("--pack", type=int, default=16384, help="tokens of a learner's pass")
     parser.add_argument("--recipes", nargs="+", default=["bf16", "nvfp4_per_token"])

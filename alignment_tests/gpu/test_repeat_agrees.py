@@ -35,7 +35,7 @@ def steps(model) -> list[torch.Tensor]:
             model(Batch.paged(ids, [0] * 3, tables, PAGE).to("cuda"), cache),
             model(Batch.paged([[7], [8], [9]], LENGTHS, tables, PAGE).to("cuda"), cache),
         ]
-    return [*found, *cache.k, *cache.v]
+    return [tensor.cpu() for tensor in (*found, *cache.k, *cache.v)]
 
 
 @pytest.mark.parametrize("early", [False, True])
