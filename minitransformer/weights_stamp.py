@@ -51,14 +51,18 @@ class WeightsStamp:
         return WeightsStamp, ((), (), (object(),))
 
 
-def parts(module: Module) -> tuple[list[Tensor], list[Any]]:
-    """Its parameters, and its layers' number formats (`experts`), each an object of its own that a change replaces.
-
-    module.parameters() and module.modules() visit the same, six times as slowly, and a sampler asks at every step.
-    """
+def modules_of(module: Module) -> list[Module]:
+    """As module.modules(), which takes six times as long: a sampler asks at every step."""
     level, modules = [module], [module]
     while level:
         level = [m for one in level for m in one._modules.values() if m is not None]
         modules += level
+    return modules
+
+
+def parts(module: Module | list[Module]) -> tuple[list[Tensor], list[Any]]:
+    """Its parameters, and its layers' number formats (`experts`), each an object of its own that a change replaces;
+    of a module, or of modules_of it."""
+    modules = module if isinstance(module, list) else modules_of(module)
     tensors = [p for one in modules for p in one._parameters.values() if p is not None]
     return tensors, [f for one in modules if (f := one.__dict__.get("experts")) is not None]

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from alignment_tests.gpu import fake_driver
-from minitransformer.ops.gpu import device, launch, repeat
+from minitransformer.ops.gpu import device, launch, library, repeat
 
 pytestmark = pytest.mark.skipif(triton.__version__ not in launch.VERSIONS, reason="this Triton has no short way")
 HIDDEN = torch.zeros(5, 64)  # one a layer, of which known_of says nothing
@@ -52,6 +52,7 @@ class Layer:
 def driver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(repeat, "ALIGNED", 64)  # what the CPU's memory has
     add_kernel.run.known.clear(), add_kernel.device_caches.clear()  # which launch by another test's driver
     with fake_driver.installed() as fake, torch.no_grad():
         yield fake
@@ -123,6 +124,38 @@ def test_a_librarys_products_take_the_other_layers_matrix_as_it_lay(driver):
     assert [one.refused for one in again.recordings.values()] == [None]
 
 
+def four_bytes_off(layer):
+    layer.weight = torch.zeros(65)[1:]
+
+
+def sixteen_bytes_off(layer):
+    """Kernels of ours take it as it is, libraries don't."""
+    layer.weight = torch.zeros(68)[4:]
+
+
+def elsewhere(layer):
+    layer.weight = torch.zeros(64, device="meta")
+
+
+@pytest.mark.parametrize("moves", [four_bytes_off, sixteen_bytes_off, elsewhere])
+def test_a_tensor_that_lies_otherwise_is_another_kind(driver, moves):
+    layers = [Layer(i) for i in range(5)]
+    moves(layers[3])
+    plain, repeated, again = both(driver, layers)
+    assert repeated == plain and len(again.recordings) == 2
+
+
+def test_what_libraries_ask_of_an_address_is_asked_here():
+    assert repeat.ALIGNED == library.ALIGNED
+
+
+def test_two_weights_of_one_memory_are_not_told_apart(driver):
+    layers = [Layer(i) for i in range(5)]
+    layers[1].weight = layers[1].other[0]
+    plain, repeated, again = both(driver, layers)
+    assert repeated == plain and [bool(one.refused) for one in again.recordings.values()] == [True]
+
+
 def twice(layer, m):
     add_kernel[(2,)](m, m, m, m, m, 64, 64)
     return m
@@ -191,10 +224,3 @@ def test_without_the_refusal_a_hidden_tensor_would_be_another_layers(driver, mon
     monkeypatch.setattr(repeat.Recording, "refuse", lambda self, why: None)
     plain, repeated, _ = both(driver, [Layer(i, extra=hidden) for i in range(5)])
     assert repeated != plain
-
-
-def test_a_tensor_that_is_not_aligned_as_the_first_layers_is_another_kind(driver):
-    layers = [Layer(i) for i in range(5)]
-    layers[3].weight = torch.zeros(65)[1:]
-    plain, repeated, again = both(driver, layers)
-    assert repeated == plain and len(again.recordings) == 2

@@ -1,5 +1,7 @@
 """The model's own layers are repeated (ops/gpu/repeat.py), and launch what each would have launched itself; no GPU."""
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed: nothing to launch")
@@ -32,6 +34,7 @@ def driver(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(repeat, "ALIGNED", 64)  # what the CPU's memory has
     monkeypatch.setattr(device, "unverified", lambda home: None)
     monkeypatch.setattr(device, "multiprocessors", lambda home: 132)
     monkeypatch.setattr(choice, "of", lambda home, product, M: choice.NOTHING)
@@ -92,11 +95,8 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("name", BATCHES)
-def test_a_models_layers_launch_what_they_would_themselves(driver, monkeypatch, name):
-    net = tiny_model(num_layers=LAYERS, sparse_layers=(True,) * LAYERS)
-    batch, paged = BATCHES[name]
-    cache = KVCache(net.config, 3, 16) if paged else None
+def both(driver, net, batch, cache, monkeypatch) -> tuple[list, list, set[int], list]:
+    """(launches of each layer run by itself, repeated, the addresses that are known, the recordings)."""
     for _ in range(2):  # the second time every key is known
         monkeypatch.setattr(repeat, "MAX_TOKENS", 0)
         plain = launches(driver, net, batch, cache, monkeypatch)
@@ -104,11 +104,58 @@ def test_a_models_layers_launch_what_they_would_themselves(driver, monkeypatch, 
     recordings, finish = [], repeat.Recording.finish
     monkeypatch.setattr(repeat.Recording, "finish", lambda self, *a: (finish(self, *a), recordings.append(self)))
     repeated = launches(driver, net, batch, cache, monkeypatch)
-    assert [one.refused for one in recordings] == [None] and len(plain[2]) > 10
+    monkeypatch.setattr(repeat.Recording, "finish", finish)
     tensors = [*net.parameters(), *batch.__dict__.values(), *(net._table(), device._table(net.device))]
     tensors += [] if cache is None else [*cache.k, *cache.v]
     known = {t.data_ptr() for t in tensors if isinstance(t, torch.Tensor)}
-    known |= {device._of_layer(net.device, i).data_ptr() for i in range(LAYERS)}
+    return plain, repeated, known | {device._of_layer(net.device, i).data_ptr() for i in range(LAYERS)}, recordings
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_models_layers_launch_what_they_would_themselves(driver, monkeypatch, name):
+    net = tiny_model(num_layers=LAYERS, sparse_layers=(True,) * LAYERS)
+    batch, paged = BATCHES[name]
+    cache = KVCache(net.config, 3, 16) if paged else None
+    plain, repeated, known, recordings = both(driver, net, batch, cache, monkeypatch)
+    assert [one.refused for one in recordings] == [None] and len(plain[2]) > 10
     assert differences(plain, repeated, known) == []
     other = [repeated[0], repeated[1], repeated[3], repeated[2], repeated[4]]  # layers with each other's tensors
     assert {i for i, _ in differences(plain, other, known)} == {2, 3}
+
+
+def of_fewer_experts(layer):
+    layer.mlp.config = replace(layer.mlp.config, top_k=1)
+
+
+def of_another_epsilon(layer):
+    layer.eps *= 2
+
+
+def of_another_class(layer):
+    class Half(type(layer.mlp)):
+        def forward(self, x_TD, note):
+            return super().forward(super().forward(x_TD, note), note)
+
+    layer.mlp.__class__ = Half
+
+
+@pytest.mark.parametrize("changes", [of_fewer_experts, of_another_epsilon, of_another_class])
+def test_a_layer_that_computes_something_else_is_not_another_layers(driver, monkeypatch, changes):
+    net = tiny_model(num_layers=LAYERS, sparse_layers=(True,) * LAYERS)
+    changes(net.layers[3])
+    plain, repeated, known, _ = both(driver, net, BATCHES["packed"][0], None, monkeypatch)
+    assert [len(one) for one in repeated] == [len(one) for one in plain] and differences(plain, repeated, known) == []
+
+
+def test_hooks_run_in_every_layer_that_has_them(driver, monkeypatch):
+    net, seen = tiny_model(num_layers=LAYERS, sparse_layers=(True,) * LAYERS), []
+    for layer in net.layers[2:4]:
+        layer.mlp.register_forward_hook(lambda module, args, y: seen.append("after"))
+        layer.register_forward_pre_hook(lambda module, args: seen.append("before"))
+    own = net.layers[4].attn.forward
+    net.layers[4].attn.forward = lambda *args: (seen.append("its own forward"), own(*args))[1]
+    launches(driver, net, BATCHES["packed"][0], None, monkeypatch)
+    assert seen == ["before", "after"] * 2 + ["its own forward"]
+    with torch.nn.modules.module.register_module_forward_pre_hook(lambda module, args: seen.append(type(module))):
+        launches(driver, net, BATCHES["packed"][0], None, monkeypatch)
+    assert seen.count(model.Layer) == LAYERS

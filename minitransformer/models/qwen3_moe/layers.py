@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules import module as everywhere
 from torch.utils.checkpoint import checkpoint
 
 from minitransformer.ops import gpu
-from minitransformer.weights_stamp import parts
+from minitransformer.weights_stamp import modules_of, parts
 
 AGAIN = dict(use_reentrant=False, preserve_rng_state=False)  # no operator draws numbers
 
@@ -24,8 +25,15 @@ def runner(recompute: bool, repeat: bool) -> Callable[..., Any]:
     return lambda layer, *args: layer(*args)
 
 
-def kind_and_tensors(layer: Any) -> tuple[tuple, list[Tensor]]:
-    """(what decides beside tensors' shapes which kernels a layer launches, the weights that its kernels read)."""
-    tensors, formats = parts(layer)
-    kind = tuple((type(one), getattr(one, "recipe", None)) for one in formats)
+def kind_and_tensors(layer: Any) -> tuple[tuple, list[Tensor]] | None:
+    """(what decides beside tensors' shapes which kernels a layer launches, the weights that its kernels read); None
+    for a layer that does more than its modules' classes say: launches alone would leave out hooks."""
+    inside = modules_of(layer)
+    facts = [one.__dict__ for one in inside]
+    hooked = any([d["_forward_hooks"] or d["_forward_pre_hooks"] or "forward" in d for d in facts])
+    if hooked or everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
+        return None
+    tensors, formats = parts(inside)
+    own = layer.eps, *map(type, inside), *[id(d["config"]) for d in facts if "config" in d]
+    kind = *own, *((type(one), getattr(one, "recipe", None)) for one in formats)
     return kind, [*tensors, *(t for one in formats for t in one.operands(layer.mlp, tensors[0].device))]

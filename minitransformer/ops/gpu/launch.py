@@ -116,13 +116,14 @@ class _Direct:
                 continue
             meta, x = next(metas), value.tensor
             key = len(found), x.data_ptr(), x.shape, x.stride()
-            if key not in self.maps:
+            made = self.maps.get(key)
+            if made is None:
                 if len(self.maps) >= 4096:
                     self.maps.clear()
                 from triton.backends.nvidia.driver import make_tensordesc_arg
 
-                self.maps[key] = make_tensordesc_arg(value.descriptor(), meta)
-            found += self.maps[key]
+                made = self.maps[key] = make_tensordesc_arg(value.descriptor(), meta)
+            found += made
         return found
 
 

@@ -19,13 +19,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from minitransformer.ops.gpu import device, launch
+from minitransformer.ops.gpu.library import ALIGNED
 
 MAX_TOKENS = 4096  # beyond, the GPU takes longer than the host, and a layer's memory should not be kept
 _LOOKS = {"__get__", "data_ptr", "is_contiguous", "stride", "size", "dim", "numel", "element_size", "is_floating_point",
           "__len__", "__iter__", "view", "t", "transpose", "detach", "unbind", "split", "untyped_storage"}  # fmt: skip
 _MAY_COPY = {"flatten", "__getitem__", "reshape", "contiguous"}
 _MAKES = {torch.empty, torch.empty_like}
-_DTYPE_AND_SHAPE = attrgetter("dtype", "shape")
+_WHAT = attrgetter("dtype", "shape", "device")
 _PLAIN = {int, float, bool, str, type(None)}
 
 
@@ -82,6 +83,8 @@ class Recording(TorchFunctionMode):
     def finish(self, own: list[Tensor], shared: Iterable[Tensor]) -> None:
         """Finds out whose each address is; own: inputs, outputs and the layer's tensors."""
         number = {x.data_ptr(): i for i, x in enumerate(own)}
+        if len(number) < len(own):
+            self.refuse("two of the layer's tensors at one address")
         spans = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in (*self.made, *shared)]
         for call in self.calls:
             for i, value in enumerate(call.arguments):
@@ -124,10 +127,10 @@ class Layers:
     """Runs the layers of one forward pass without gradients or a trace; called once a layer, in any order.
 
     known_of(layer): (what decides beside the tensors' shapes which kernels it launches; its weights, and what else its
-    kernels read that other layers' kernels do not).
+    kernels read that other layers' kernels do not), or None for a layer that has to run itself.
     """
 
-    def __init__(self, known_of: Callable[[Any], tuple[tuple, list[Tensor]]]) -> None:
+    def __init__(self, known_of: Callable[[Any], tuple[tuple, list[Tensor]] | None]) -> None:
         self.known_of = known_of
         self.recordings: dict[tuple, Recording] = {}
 
@@ -135,10 +138,13 @@ class Layers:
         """-> what layer(...) returns."""
         if residual is None or x.shape[0] > MAX_TOKENS or torch.cuda.is_current_stream_capturing():
             return layer(x, residual, batch, table, store, note)
-        kind, tensors = self.known_of(layer)
-        mine = [*(store or ()), *tensors, device.faults(x.device)]
-        aligned = [at % 16 for at in map(Tensor.data_ptr, mine)]
-        kind = (*kind, *map(_DTYPE_AND_SHAPE, mine), *map(Tensor.stride, mine), *aligned)
+        known = self.known_of(layer)
+        if known is None:
+            return layer(x, residual, batch, table, store, note)
+        kind, mine = known[0], [*(store or ()), *known[1]]
+        aligned = [at % ALIGNED for at in map(Tensor.data_ptr, mine)]  # kernels and libraries are chosen by that
+        kind = (*kind, *map(_WHAT, mine), *map(Tensor.stride, mine), *aligned)
+        mine.append(device.faults(x.device))
         found = self.recordings.get(kind)
         if found is None:
             with Recording() as found:
