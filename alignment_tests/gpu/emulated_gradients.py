@@ -15,6 +15,7 @@ import torch
 from alignment_tests import inputs
 from alignment_tests.gpu import emulator
 from alignment_tests.gpu.emulator import wrong
+from alignment_tests.gpu.values import VALUES
 from minitransformer.batch import Batch
 from minitransformer.ops import attention, dispatch, grouped_linear, linear
 
@@ -43,6 +44,14 @@ MUTATIONS = {
         "grouped_linear_backward", "to_bf16(g * weight[:, None])",
         "to_bf16(g.to(tl.bfloat16).to(tl.float32) * weight[:, None])", "grouped",
     ),
+    "W rounded to MXFP8 across the sum": (
+        "grouped_linear_backward", "mxfp8.round_columns(w.view(E * N, K), ends)", "mxfp8.round_rows(w.view(E * N, K))",
+        "mxfp8",
+    ),
+    "a block of rows of two experts": (
+        "grouped_linear_backward", "mxfp8.round_columns(x, bounds)",
+        "mxfp8.round_columns(x, bounds[:: len(bounds) - 1].contiguous())", "mxfp8",
+    ),
     "a chain in pieces": (
         "linear_backward", "acc = tl.dot(left, right, acc)",
         "acc = acc + tl.dot(left, right, tl.zeros((TILE_M, TILE_N), tl.float32))", "linear",
@@ -61,6 +70,21 @@ def _linear() -> Iterator[tuple[str, int]]:
             yield f"linear {T} {N} {K} {tile}", wrong(
                 [kernels.product(dy, w, False, tile), kernels.product(dy, x, True, tile)], want
             )
+
+
+def _mxfp8() -> Iterator[tuple[str, int]]:
+    kernels = importlib.import_module("minitransformer.ops.gpu.grouped_linear_backward")
+    counts, N, K = [0, 3, 0, 40, 1, 32, 0], 72, 56
+    ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    plan = dispatch.plan(ids[inputs.integers(5, 1 << 40, len(ids)).argsort()].view(-1, 2), len(counts))
+    R, shape = sum(counts), (len(counts), N, K)
+    for kind in ("normal", "tiny"):
+        dy, x, w = VALUES[kind](6, R, N), VALUES[kind](7, R, K), VALUES[kind](8, *shape)
+        for weights in (None, inputs.normal(9, *plan.rows_TK.shape).abs()):
+            args = dy, x, w, plan, weights, True
+            want = [y for y in grouped_linear.backward(*args, "mxfp8") if y is not None]
+            got = [y for y in kernels.backward(*args, backward_format="mxfp8") if y is not None]
+            yield f"mxfp8 {kind} weighted {weights is not None}", wrong(got, want)
 
 
 def _grouped() -> Iterator[tuple[str, int]]:
@@ -91,7 +115,7 @@ def _attention() -> Iterator[tuple[str, int]]:
             yield f"att {N}/{G} heads of {H} {pair}", wrong(got, want)
 
 
-SOURCES = {"linear": _linear, "grouped": _grouped, "att": _attention}
+SOURCES = {"linear": _linear, "grouped": _grouped, "mxfp8": _mxfp8, "att": _attention}
 
 
 if __name__ == "__main__":

@@ -109,6 +109,9 @@ def _quantised() -> Iterator[tuple]:
                 types = (kind, "*i64", "*u8", "*u8", "*bf16", "*i32", "i32!")
                 constants = (K, *mxfp8.tile(K, rows), slots, decode, FOUND["mxfp8.quantize"])
                 yield f"mxfp8 {name}", mxfp8.quantize_kernel, types, constants
+    yield "mxfp8 round rows", mxfp8.round_rows_kernel, ("*bf16", "*bf16", "i32!", "i32"), (1, 2048)
+    types = ("*bf16", "*bf16", "*i64", "i32!", "i32")
+    yield "mxfp8 round columns", mxfp8.round_columns_kernel, types, (128, 128)
     yield "nvfp4 decode", nvfp4.decode_kernel, ("*u8", "*u8", "*bf16", "i32!"), (256,)
     yield "mxfp8 decode", mxfp8.decode_kernel, ("*u8", "*u8", "*bf16", "i32!"), (128,)
     for kind in ("*bf16", "*fp32"):

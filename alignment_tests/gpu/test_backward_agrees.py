@@ -72,6 +72,30 @@ def test_grouped_linear(N, K, counts):
             agree(got, want, f"weighted {scale is not None}, dW {need_dw}")
 
 
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("kind", ["normal", "wide", "tiny", "few values"])
+def test_grouped_linear_mxfp8(kind, counts):
+    """Operands rounded along the axis of the sum, on widths that are multiples of 32, of 8, and of neither."""
+    for N, K in ((192, 576), (72, 40), (30, 50)):
+        plan, dy, x, w, weights = experts(kind, COUNTS[counts], N, K, 40)
+        for scale in (None, weights):
+            want = [y for y in grouped_linear.backward(dy, x, w, plan, scale, True, "mxfp8") if y is not None]
+            args = (*on_gpu(dy, x, w), plan.to("cuda"), *on_gpu(scale), True, "mxfp8")
+            got = [y for y in grouped_linear.backward(*args) if y is not None]
+            agree(got, want, f"{N} x {K} weighted {scale is not None}")
+
+
+def test_mxfp8_gradients_of_a_value_that_is_not_finite_are_not_finite():
+    """The CPU raises; here the norm of the gradients is not finite, and no update is made."""
+    plan, dy, x, w, _ = experts("normal", COUNTS["uneven"], 64, 96, 50)
+    for bad in (torch.inf, torch.nan):
+        dy[3, 5] = bad
+        with pytest.raises(FloatingPointError):
+            grouped_linear.backward(dy, x, w, plan, None, True, "mxfp8")
+        dx, dw, _ = grouped_linear.backward(*on_gpu(dy, x, w), plan.to("cuda"), None, True, "mxfp8")
+        assert dx[3].isnan().all() and dw[:, 5].isnan().any(), bad
+
+
 # A NaN that FP32 arithmetic makes has another sign on each machine; the routing weights' gradient is FP32.
 @pytest.mark.parametrize("which", range(3))
 def test_grouped_linear_for_every_schedule_and_kind_of_value(which):

@@ -11,16 +11,19 @@ from alignment_tests.learner.tiny import tiny_model
 from minitransformer.learner.learner import Learner
 from minitransformer.learner.packing import Sample
 from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
+from minitransformer.recipe import get
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing to compare with the CPU"),
 ]
-# Changes of the tiny model, recipe, lengths of the sequences, the most tokens of a pack.
+# Changes of the tiny model, recipe (and backward), lengths of the sequences, the most tokens of a pack.
 MODELS = {
     "tiny": ({}, "bf16", [3, 24, 2, 65, 90], 100),
     "tied, not renormalised": (dict(tie_word_embeddings=True, norm_topk_prob=False), "bf16", [40, 7, 33], 100),
     "tiny nvfp4": ({}, "nvfp4_per_row", [3, 24, 2, 65, 90], 100),
+    "tiny nvfp4, mxfp8 gradients": ({}, "nvfp4_per_row mxfp8", [3, 24, 2, 65, 90], 100),
+    "tiny, mxfp8 gradients": ({}, "bf16 mxfp8", [40, 7, 33], 100),
     "demo's shape": (DEMO, "bf16", [3, 64, 130, 7], 150),
     "demo's shape nvfp4": (DEMO, "nvfp4_per_row", [64, 30], 150),
     "a real layer": (LAYER, "bf16", [20, 5], 1024),
@@ -52,7 +55,7 @@ def models(name: str):
     gpu = Qwen3MoeForCausalLM(cpu.config)
     gpu.load_state_dict(cpu.state_dict())
     for model in (cpu, gpu):
-        model.set_recipe(recipe)
+        model.set_recipe(get(recipe.split()[0]).with_backward((*recipe.split(), "bf16")[1]))
     return cpu, gpu.to("cuda"), samples_of(cpu, lengths), tokens
 
 

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitransformer.errors import UnsupportedDevice
 from minitransformer.ops import cpu, gpu, mxfp8
 from minitransformer.ops.autograd import apply
 from minitransformer.ops.dispatch import Plan
@@ -77,9 +76,9 @@ def backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """-> (dX [R, K] BF16, dW [E, N, K] BF16 or None, dweights [T, K] FP32 or None)."""
     if dy_RN.is_cuda:
-        if backward_format != "bf16":
-            raise UnsupportedDevice(f"grouped_linear: the {backward_format} backward runs on the CPU alone")
-        return gpu.grouped_linear_backward.backward(dy_RN, x_RK, weight_ENK, plan, weights_TK, need_dw)
+        return gpu.grouped_linear_backward.backward(
+            dy_RN, x_RK, weight_ENK, plan, weights_TK, need_dw, backward_format=backward_format
+        )
     scale = _row_weights(weights_TK, plan)
     x, low = cpu.bf16_bits(x_RK), backward_format == "mxfp8"
     if low:

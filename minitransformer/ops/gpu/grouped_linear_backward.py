@@ -2,6 +2,7 @@
 
 dX: a tile of one expert's rows, a chain over n. dW: a tile of one expert's weight, a chain over that expert's rows,
 which one program walks from the first to the last. No program waits for another, nothing is added by atomics.
+With the backward `mxfp8` the same kernels run on operands that were rounded before (mxfp8.py).
 """
 
 import torch
@@ -10,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minitransformer.ops.dispatch import Plan
-from minitransformer.ops.gpu import device, pingpong, pingpong_weights
+from minitransformer.ops.gpu import device, mxfp8, pingpong, pingpong_weights
 from minitransformer.ops.gpu.grouped_linear import _expert_of
 from minitransformer.ops.gpu.launch import Window, cdiv, next_power_of_2, on, quick
 from minitransformer.ops.gpu.scalar import LANES, lane_tree
@@ -173,7 +174,7 @@ def _dw(dy, x, w, bounds, tile: Tile | None):
 
 def backward(
     dy_RN: Tensor, x_RK: Tensor, weight_ENK: Tensor, plan: Plan, weights_TK: Tensor | None, need_dw: bool = True,
-    tiles: tuple[Tile, Tile, Tile | None] | None = None,
+    tiles: tuple[Tile, Tile, Tile | None] | None = None, backward_format: str = "bf16",
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """BF16 on one Hopper GPU -> (dX [R, K] BF16, dW [E, N, K] BF16 or None, dweights [T, K] FP32 or None)."""
     home = x_RK.device
@@ -186,11 +187,16 @@ def backward(
         return torch.zeros_like(x), torch.zeros_like(w) if need_dw else None, dots
     copied = N % 8 == 0 and K % 8 == 0
     for_dx, for_weighted, for_dw = (tiles or choose(R, E, N)) if copied else (None, None, None)
+    low = backward_format == "mxfp8"
     with on(home):
+        left, right = dy, w
+        if low:  # along n, which is W's second axis
+            ends = torch.arange(0, E * N + 1, N, device=home)
+            left, right = mxfp8.round_rows(dy), mxfp8.round_columns(w.view(E * N, K), ends).view(E, N, K)
         if weights is None:
-            dx, dots, scaled = _dx(dy, w, bounds, R, for_dx), None, dy
+            dx, dots, scaled = _dx(left, right, bounds, R, for_dx), None, dy
         else:
-            dx, dots = _weighted_dx(dy, x, w, weights, order, bounds, R, for_weighted)
+            dx, dots = _weighted_dx(left, x, right, weights, order, bounds, R, for_weighted)
             scaled = torch.empty_like(dy) if need_dw else dy
         if weights is not None and need_dw:
             columns = min(1024, next_power_of_2(N))
@@ -198,4 +204,8 @@ def backward(
             scale_kernel[grid](
                 dy, weights, order, scaled, R, N, 4096 // columns, columns, num_warps=4, **device.ROWS
             )
-        return dx, _dw(scaled, x, w, bounds, for_dw) if need_dw else None, dots
+        if not need_dw:
+            return dx, None, dots
+        if low:
+            scaled, x = mxfp8.round_columns(scaled, bounds), mxfp8.round_columns(x, bounds)
+        return dx, _dw(scaled, x, w, bounds, for_dw), dots

@@ -1,4 +1,4 @@
-"""mxfp8/1 on Hopper: quantise and decode (ops/mxfp8.py has the spec)."""
+"""mxfp8/1 on Hopper: quantise, decode, and both at once for the gradients' operands (ops/mxfp8.py has the spec)."""
 
 import torch
 import triton
@@ -7,7 +7,8 @@ from torch import Tensor
 
 from minitransformer.ops import mxfp8
 from minitransformer.ops.gpu import device
-from minitransformer.ops.gpu.launch import cdiv, on, quick
+from minitransformer.ops.gpu.grouped_linear import _expert_of
+from minitransformer.ops.gpu.launch import cdiv, next_power_of_2, on, quick
 from minitransformer.ops.gpu.nvfp4 import bits_of, e4m3_value, float_of, rows_of
 from minitransformer.ops.gpu.tiles import to_bf16
 
@@ -28,6 +29,27 @@ def decoded(code, field):
     return to_bf16(e4m3_value(code) * tl.where(field == 255, float("nan"), power))
 
 
+@triton.jit
+def field_of(top):
+    """E8M0 of a block whose largest magnitude has the bits `top`."""
+    return tl.maximum((top >> 23) - 8, 0)
+
+
+@triton.jit
+def code_of(x, field):
+    y = x * float_of((254 - field) << 23)
+    return e4m3_bits(tl.abs(y)) | ((bits_of(y) >> 24) & 0x80)
+
+
+@triton.jit
+def rounded(x, top):
+    """BF16 of FP32 x in MXFP8, top of its block; a block with a value that is not finite becomes NaN, as a gradient
+    that is not finite is refused where an update is applied."""
+    value = decoded(code_of(x, field_of(top)), field_of(top))
+    nan = tl.full(x.shape, 0x7FC0, tl.int16).to(tl.bfloat16, bitcast=True)
+    return tl.where(tl.broadcast_to(top, x.shape) >= 0x7F800000, nan, value)
+
+
 @quick
 @triton.jit(do_not_specialize=["rows"])
 def quantize_kernel(
@@ -42,12 +64,12 @@ def quantize_kernel(
     inside = (row < rows)[:, None] & (b < K // 32)[None, :]
     x = tl.load(x_ptr + at, mask=inside[:, :, None], other=0.0).to(tl.float32)
     top = tl.max(bits_of(x) & 0x7FFFFFFF, 2)
-    field = tl.maximum((top >> 23) - 8, 0)
-    y = x * float_of((254 - field) << 23)[:, :, None]
+    field = field_of(top)
     if DECODE:  # what Triton 3.6 made of the conversion's bytes as integers was wrong
-        code = e4m3_bits(tl.abs(y)) | ((bits_of(y) >> 24) & 0x80)
+        code = code_of(x, field[:, :, None])
         tl.store(codes_ptr + at, code.to(tl.uint8), mask=inside[:, :, None])
     else:  # cvt.rn.satfinite: nearest even, saturating at 448, the sign of -0 kept
+        y = x * float_of((254 - field) << 23)[:, :, None]
         tl.store(codes_ptr + at, y.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=inside[:, :, None])
     tl.store(scales_ptr + row[:, None] * (K // 32) + b[None, :], field.to(tl.uint8), mask=inside)
     if DECODE:
@@ -67,6 +89,35 @@ def decode_kernel(codes_ptr, scales_ptr, out_ptr, blocks, BLOCKS: tl.constexpr):
     code = tl.load(codes_ptr + at, mask=(b < blocks)[:, None], other=0).to(tl.int32)
     field = tl.load(scales_ptr + b, mask=b < blocks, other=0).to(tl.int32)
     tl.store(out_ptr + at, decoded(code, field[:, None]), mask=(b < blocks)[:, None])
+
+
+@quick
+@triton.jit(do_not_specialize=["rows"])
+def round_rows_kernel(x_ptr, out_ptr, rows, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """x [rows, K] BF16, blocks along K, the last one filled up with zeros."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    b = tl.program_id(1) * (COLUMNS // 32) + tl.arange(0, COLUMNS // 32)
+    column = b[None, :, None] * 32 + tl.arange(0, 32)[None, None, :]
+    inside = (row < rows)[:, None, None] & (column < K)
+    x = tl.load(x_ptr + row[:, None, None] * K + column, mask=inside, other=0.0).to(tl.float32)
+    top = tl.max(bits_of(x) & 0x7FFFFFFF, 2)
+    tl.store(out_ptr + row[:, None, None] * K + column, rounded(x, top[:, :, None]), mask=inside)
+
+
+@quick
+@triton.jit(do_not_specialize=["experts"])
+def round_columns_kernel(
+    x_ptr, out_ptr, offsets_ptr, experts, C, PADDED: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """x [rows, C] BF16, blocks of 32 rows of one expert, its last one filled up with zeros."""
+    expert, first, end = _expert_of(tl.program_id(0), offsets_ptr, experts, 32, PADDED)
+    if expert >= experts:
+        return
+    row, column = first + tl.arange(0, 32), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    at, inside = row[:, None].to(tl.int64) * C + column[None, :], (row < end)[:, None] & (column < C)[None, :]
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    top = tl.max(bits_of(x) & 0x7FFFFFFF, 0)
+    tl.store(out_ptr + at, rounded(x, top[None, :]), mask=inside)
 
 
 def tile(K: int, rows: int) -> tuple[int, int]:
@@ -104,4 +155,25 @@ def decode(codes: Tensor, scales: Tensor) -> Tensor:
             decode_kernel[(cdiv(scales.numel(), 128),)](
                 codes, scales, out, scales.numel(), 128, num_warps=4, **device.ROWS
             )
+    return out
+
+
+def round_rows(x: Tensor) -> Tensor:
+    """Contiguous BF16 [rows, K] -> the same rounded to MXFP8 along K (ops/mxfp8.py, rounded_bits). The current GPU."""
+    (rows, K), out = x.shape, torch.empty_like(x)
+    columns = max(mxfp8.BLOCK, min(2048, next_power_of_2(K)))
+    count = 2048 // columns
+    round_rows_kernel[cdiv(rows, count), cdiv(K, columns)](
+        x, out, rows, K, count, columns, num_warps=4, **device.ROWS
+    )
+    return out
+
+
+def round_columns(x: Tensor, bounds: Tensor) -> Tensor:
+    """Contiguous BF16 [rows, C] -> rounded along the rows, expert by expert: bounds int64 [E + 1]. The current GPU."""
+    (rows, C), E, out = x.shape, bounds.shape[0] - 1, torch.empty_like(x)
+    blocks = (rows + min(E, rows) * (mxfp8.BLOCK - 1)) // mxfp8.BLOCK  # an expert may end with one that is not full
+    round_columns_kernel[blocks, cdiv(C, 128)](
+        x, out, bounds, E, C, next_power_of_2(E), 128, num_warps=4, **device.ROWS
+    )
     return out
