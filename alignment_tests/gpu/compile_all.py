@@ -73,7 +73,7 @@ def _pingpong(name: str, tile: Tile, out: str, turned=False, deep=False, grouped
     descs = (f"tensordesc<bf16{b},{gl.NVMMASharedLayout.get_default_for(b, gl.bfloat16)!r}>" for b in blocks)
     types = (*descs, out, "*i32", "*fp32", "*i64", "i32!", "i32!", "i32", "i32")
     flags = (*device.STRICT.items(), ("maxnreg", pingpong.REGISTERS))
-    constants = (tile.stages, turned, deep, grouped, weighted)
+    constants = (tile.stages, turned, deep, grouped, int(weighted))
     return Case(name, pingpong.pingpong_kernel, types, constants, 4, 1, flags)
 
 
@@ -103,7 +103,7 @@ def _grouped_linear() -> Iterator[Case]:
     types = ("*bf16", "*bf16", "*bf16", "*i64", "*fp32", "*i64", "i32!", "i32!", "i32", "i32")
     for tile in grouped_linear.CANDIDATES:
         for weighted in (False, True):
-            constants = (tile.m, tile.n, tile.k, tile.swap, True, 128, weighted, 4)
+            constants = (tile.m, tile.n, tile.k, tile.swap, True, 128, int(weighted), 4)
             name = f"grouped_linear {'weighted ' if weighted else ''}{tile}"
             if tile.pingpong:
                 yield _pingpong(name, tile, "*bf16", grouped=True, weighted=weighted)

@@ -25,6 +25,7 @@ CALLS = {
     "cp.async.ca.shared.global": "memcpy(to, from, 4);",
     "cp.async.commit_group": ";",
     "cp.async.wait_group": ";",
+    "griddepcontrol": ";",
 }
 
 

@@ -22,7 +22,8 @@ CALLS = {
     "{.reg .b16": "low = (pair & 0xFFFF) * 0x10001, high = (pair >> 16) * 0x10001;",
     "ld.global.nc.L1::no_allocate.L2::256B.v4": "memcpy(&v, unit, 16);",
     "ld.global.nc.L1::no_allocate.L2::256B.v2": "memcpy(&v, unit, 8);",
-    "ld.global.nc.f32": "v = *at;",
+    "ld.global.f32": "v = *at;",
+    "griddepcontrol": ";",
     "mma.sync.aligned.m16n8k16": "mma_m16n8k16(v, a, b[j]);",
     "cvt.rn.bf16": "bits = nearest_bf16(value);",
     "cp.async.cg": "memcpy(shared + to, x + (i64)(first + row) * K + k, 16);",
@@ -33,9 +34,6 @@ ENTRIES = """
 extern "C" void run_product(int blocks, int threads, int shared, const char *packed, const u16 *x,
         const float *row_scale, const float *weight_scale, const i64 *bounds, void *y, int experts, int N, int K) {
     launch(blocks, threads, shared, [=] { product(packed, x, row_scale, weight_scale, bounds, y, experts, N, K); });
-}
-extern "C" void run_unpack(int blocks, const char *packed, u16 *w, int count, int N, int K) {
-    launch(blocks, 256, 16, [=] { unpack(packed, w, count, N, K); });
 }
 """
 
@@ -77,12 +75,3 @@ def product(folder, schedule, x, scale_R, packed, scale_EN, bounds, out_dtype, t
     run(blocks, 32 * schedule.warps, schedule.shared(K), _at(packed), _at(x), _at(scale_R), _at(scale_EN), _at(bounds),
         _at(y), E, N, K)  # fmt: skip
     return y
-
-
-def unpack(folder, schedule, packed: Tensor, N: int, K: int) -> Tensor:
-    """As gpu.quantised_linear.unpack."""
-    w, units = torch.full((packed.shape[0], N, K), torch.nan, dtype=torch.bfloat16), packed[..., 0].numel()
-    text = host_text(SOURCE.read_text(), CALLS, ENTRIES)
-    run = library(str(folder), text, schedule.defines(True, True)).run_unpack
-    run(-(-units // 8), _at(packed), _at(w), units, N, K)
-    return w

@@ -56,12 +56,14 @@ def quantize(x: Tensor, amax: Tensor, group: int, steps: int, decode: bool, plan
     return codes, scales, outer, decoded, faults
 
 
-def produce(x: Tensor, plan, K: int, gather: bool):
+def produce(x: Tensor, plan, K: int, gather: bool, keep=True):
     """As gpu.quantised_rows on CPU tensors -> (y, codes, scales, outer, decoded, faults)."""
-    R, defines, (codes, scales, decoded) = plan.num_rows, quantised_rows.defines(K, gather), _empty(plan.num_rows, K)
+    R, (codes, scales, decoded) = plan.num_rows, _empty(plan.num_rows, K)
+    defines = quantised_rows.defines(K, gather, keep)
+    places = plan.rows_TK if gather else plan.order_R
     y, outer, faults = decoded.clone(), torch.full((R,), torch.nan), torch.full((2,), 2**31 - 1, dtype=torch.int32)
     cuda_host.run(
-        cuda_host.source(nvfp4.SOURCE), "produce", defines, R, dict(defines)["THREADS"],
-        x, plan.order_R, y, codes, scales, outer, decoded, faults, plan.rows_TK.shape[1], 0,
+        cuda_host.source(nvfp4.SOURCE), "produce", defines, len(places), dict(defines)["THREADS"],
+        x, places, y, codes, scales, outer, decoded, faults, plan.rows_TK.shape[1], 0,
     )  # fmt: skip
     return y, codes, scales, outer, decoded, faults

@@ -51,11 +51,6 @@ def test_has_the_bits_of_the_spec(schedule, counts, tmp_path_factory):
         check(folder, schedule, COUNTS[counts], 40, 176, quantised, out_dtype)
 
 
-def test_unpacks(tmp_path):
-    _, _, w, _ = operands([1, 0, 2], 40, 176, True)
-    assert torch.equal(emulated.unpack(tmp_path, SCHEDULES[0], pack.pack(w), 40, 176), nvfp4.decode(w))
-
-
 # A fault in the text: what it replaces, and by what.
 FAULTS = {
     "a step has other columns than the spec's": ("u * 128 + step * 32", "u * 128 + (step ^ 1) * 32"),

@@ -58,6 +58,9 @@ def test_producers_have_the_bits_of_the_spec(K):
             for a, b in zip(got, wanted, strict=False):
                 assert_bits_equal(a, b, f"{kind} {gather}")
             assert got[-1].tolist() == [NONE, NONE]
+            outer, decoded = emulated.produce(x, plan, K, gather, keep=False)[3:5]
+            assert_bits_equal(outer, want.outer, f"{kind} {gather} alone")
+            assert_bits_equal(decoded, nvfp4.decode(want), f"{kind} {gather} alone")
 
 
 def test_bad_values_name_their_token():

@@ -70,8 +70,8 @@ def stale_operand(self, name, *args):
 def gate_and_up_merged():
     forward = quantised_linear.forward
 
-    def merged(x, scale_R, w, scale_EN, plan, out_dtype):
-        return forward(x, scale_R, w, scale_EN.amax(1, keepdim=True).expand_as(scale_EN).contiguous(), plan, out_dtype)
+    def merged(x, scale_R, w, scale_EN, *rest):
+        return forward(x, scale_R, w, scale_EN.amax(1, keepdim=True).expand_as(scale_EN).contiguous(), *rest)
 
     with mock.patch.object(quantised_linear, "forward", merged):
         yield

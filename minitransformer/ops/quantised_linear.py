@@ -42,10 +42,12 @@ def _scale_outer(begin, end, acc, row_scale, weight_scale, offsets):
             acc[r, n] = acc[r, n] * (row_scale[r] * weight_scale[expert, n])  # fl of fl
 
 
-def forward(x_RK: Tensor, scale_R: Tensor | None, w_ENK: Tensor, scale_EN: Tensor, plan: Plan, out_dtype) -> Tensor:
+def forward(
+    x_RK: Tensor, scale_R: Tensor | None, w_ENK: Tensor, scale_EN: Tensor, plan: Plan, out_dtype, early: bool = False
+) -> Tensor:
     """Decoded operands BF16 and their outer scales FP32 -> [R, N] FP32 or BF16. On a GPU w may be packed."""
     if x_RK.is_cuda:
-        return gpu.quantised_linear.forward(x_RK, scale_R, w_ENK, scale_EN, plan, out_dtype)
+        return gpu.quantised_linear.forward(x_RK, scale_R, w_ENK, scale_EN, plan, out_dtype, early)
     cpu.on_cpu("quantised_linear", x_RK, w_ENK)
     offsets = np.asarray(plan.offsets, np.int64)
     acc = grouped_chain_bits(cpu.bf16_bits(x_RK), cpu.bf16_bits(w_ENK), False, offsets)
@@ -65,10 +67,10 @@ def backward(dy_RN: Tensor, x_RK: Tensor, weight_ENK: Tensor, plan: Plan, backwa
 
 class _QuantisedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_RK, weight_ENK, x_decoded, scale_R, w_decoded, scale_EN, plan, out_dtype, backward_format):
+    def forward(ctx, x_RK, weight_ENK, x_operand, w_operand, plan, out_dtype, backward_format, early):
         ctx.save_for_backward(x_RK, weight_ENK)
         ctx.plan, ctx.backward_format = plan, backward_format
-        return forward(x_decoded, scale_R, w_decoded, scale_EN, plan, out_dtype)
+        return forward(*x_operand, *w_operand, plan, out_dtype, early)
 
     @staticmethod
     def backward(ctx, dy_RN):
@@ -76,7 +78,7 @@ class _QuantisedLinear(torch.autograd.Function):
         if weight_ENK is None:
             raise InputError("these experts exist only quantised, without BF16 weights: train from a BF16 checkpoint")
         dx, dw = backward(dy_RN, x_RK, weight_ENK, ctx.plan, ctx.backward_format, ctx.needs_input_grad[1])
-        return dx, dw, None, None, None, None, None, None, None
+        return dx, dw, None, None, None, None, None, None
 
 
 def quantised_linear(
@@ -87,11 +89,13 @@ def quantised_linear(
     plan: Plan,
     out_dtype: torch.dtype,
     backward_format: str = "bf16",
+    early: bool = False,
 ) -> Tensor:
     """[R, N] of decoded operands, FP32 or BF16; x_RK and weight_ENK (None: no gradient) are what gradients see.
 
     x_operand: decoded BF16 [R, K] and outer scales FP32 [R] (NVFP4) or None; w_operand: decoded BF16 [E, N, K], or on a
-    GPU packed int32 (gpu/pack.py), and FP32 [E, N].
+    GPU packed int32 (gpu/pack.py), and FP32 [E, N]. early: whatever made w_operand and the plan, a kernel has been
+    launched since (a GPU may then fetch weights before that kernel has ended).
     Raises ValueError on shapes that do not fit, TypeError on dtypes, UnsupportedDevice on a device without a kernel.
     """
     rows, experts, (weight, scale_EN) = plan.num_rows, plan.num_experts, w_operand
@@ -102,4 +106,4 @@ def quantised_linear(
             f"quantised_linear: x is {tuple(x_RK.shape)}, weight {tuple(weight.shape)}, weight scales "
             f"{tuple(scale_EN.shape)}; the plan has {rows} rows and {experts} experts"
         )
-    return apply(_QuantisedLinear, x_RK, weight_ENK, *x_operand, *w_operand, plan, out_dtype, backward_format)
+    return apply(_QuantisedLinear, x_RK, weight_ENK, x_operand, w_operand, plan, out_dtype, backward_format, early)

@@ -3,7 +3,7 @@
 Each is called as experts(mlp, x_TD, plan, weights_TK, note) -> y_TD and reads mlp.gate_up and mlp.down.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,12 @@ from minitransformer.ops.quantised_linear import quantised_linear
 from minitransformer.ops.swiglu import swiglu, swiglu_amax
 from minitransformer.recipe import Recipe
 from minitransformer.weights_stamp import WeightsStamp
+
+Note = Callable[..., None]  # takes a stage's name and its tensor, and the plan where rows are in dispatch order
+
+
+def no_trace(stage: str, tensor: Tensor, plan: Plan | None = None) -> None:
+    """The note of a run that keeps no trace."""
 
 
 @dataclass
@@ -67,20 +73,26 @@ class QuantisedExperts:
         return self.recipe.activation_scale != "tensor"
 
     def __call__(self, mlp, x_TD: Tensor, plan: Plan, weights_TK: Tensor, note) -> Tensor:
-        rows = self._rows("gate_up", x_TD, plan, note)
-        gate_up_R2F = self._product(mlp, "gate_up", *rows, plan, torch.float32)
+        gate_up_R2F = self._product(mlp, "gate_up", x_TD, plan, torch.float32, note)
         note("gate_up", gate_up_R2F, plan)
-        rows = self._rows("down", gate_up_R2F, plan, note)
-        y_RD = self._product(mlp, "down", *rows, plan, torch.bfloat16)
+        y_RD = self._product(mlp, "down", gate_up_R2F, plan, torch.bfloat16, note)
         note("down", y_RD, plan)
         return dispatch.combine_weighted(y_RD, plan, weights_TK)
 
-    def _product(self, mlp, name: str, x_RK: Tensor, operand: tuple, plan: Plan, out_dtype) -> Tensor:
+    def _product(self, mlp, name: str, x: Tensor, plan: Plan, out_dtype, note) -> Tensor:
         layer = getattr(mlp, name)
         weight = None if layer is None else layer.weight
-        return quantised_linear(
-            x_RK, weight, operand, self.weight_operand(name, weight, x_RK.device), plan, out_dtype, self.recipe.backward
-        )
+        operand = self.weight_operand(name, weight, x.device)
+        rows = self._rows(name, x, plan, note)  # after the weight: `early` below
+        return quantised_linear(rows[0], weight, rows[1], operand, plan, out_dtype, self.recipe.backward, early=True)
+
+    def _at_once(self, x: Tensor) -> bool:
+        """Whether one kernel makes the rows and quantises them."""
+        return self.recipe.activation_scale == "row" and x.is_cuda and gpu.quantised_rows.serves(x.shape[1])
+
+    def _bare(self, x: Tensor, note) -> bool:
+        """Whether nobody asks for more of the rows than a product reads: no trace, no gradient."""
+        return note is no_trace and not torch.is_grad_enabled() and self._at_once(x)
 
     def _rows(self, name: str, x: Tensor, plan: Plan, note) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
         """A product's BF16 input, and as it reads it: the decoded operand and outer scales FP32 [R] or None.
@@ -88,7 +100,10 @@ class QuantisedExperts:
         gate_up: tokens x [T, D], gathered. down: SwiGLU of x [R, 2F] FP32.
         """
         gathers = name == "gate_up"
-        if self.recipe.activation_scale == "row" and x.is_cuda and gpu.quantised_rows.serves(x.shape[1]):
+        if self._bare(x, note):
+            operand = gpu.quantised_rows.operand(x, plan, gathers)
+            return operand[0], operand
+        if self._at_once(x):
             x_RK, q, decoded = (gpu.quantised_rows.gather if gathers else gpu.quantised_rows.swiglu)(x, plan)
         else:
             x_RK, amax_R = dispatch.gather_amax(x, plan) if gathers else swiglu_amax(x)

@@ -10,7 +10,6 @@ of two BF16 gradients, bf16(fl(a + b)), which commutes; everything else is in th
 """
 
 import os
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,15 @@ from minitransformer.devices import resolve
 from minitransformer.errors import in_layer
 from minitransformer.models.qwen3_moe import weights
 from minitransformer.models.qwen3_moe.config import Qwen3MoeConfig, inverse_frequencies
-from minitransformer.models.qwen3_moe.experts import Bf16Experts, QuantisedExperts, choose, experts_of, forget_copies
+from minitransformer.models.qwen3_moe.experts import (
+    Bf16Experts,
+    Note,
+    QuantisedExperts,
+    choose,
+    experts_of,
+    forget_copies,
+    no_trace,
+)
 from minitransformer.models.qwen3_moe.layers import runner
 from minitransformer.ops import dispatch, gpu, kv_store
 from minitransformer.ops.attention import attention
@@ -32,12 +39,6 @@ from minitransformer.ops.rope import rope, rope_table
 from minitransformer.ops.router import router
 from minitransformer.ops.swiglu import swiglu
 from minitransformer.recipe import Recipe, get
-
-Note = Callable[..., None]  # takes a stage's name and its tensor, and the plan where rows are in dispatch order
-
-
-def no_trace(stage: str, tensor: Tensor, plan: dispatch.Plan | None = None) -> None:
-    """The note of a run that keeps no trace."""
 
 
 class Weight(nn.Module):

@@ -18,6 +18,7 @@ from minitransformer.ops.gpu.launch import watching
 
 OPTIONS = ("--fmad=false", "--std=c++17")  # no contraction; subnormals are kept unless -ftz is given
 _MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_DEPENDENT_LAUNCH = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 @lru_cache
@@ -95,14 +96,36 @@ def kernel(home: torch.device, file: str, name: str, defines: tuple[tuple[str, i
     return function
 
 
-def launch(function, blocks: int, threads: int, shared: int, arguments: Iterable[Tensor | int | None]) -> None:
-    """On the current stream of the current GPU. A tensor is its pointer, None a null pointer, an int an `int`."""
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = [("id", ctypes.c_uint), ("gap", ctypes.c_uint), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [(name, ctypes.c_uint) for name in ("x", "y", "z", "threads", "threads_y", "threads_z", "shared")] + [
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("count", ctypes.c_uint),
+    ]  # fmt: skip
+
+
+def launch(
+    function, blocks: int, threads: int, shared: int, arguments: Iterable[Tensor | int | None], early: bool = False
+) -> None:
+    """On the current stream of the current GPU. A tensor is its pointer, None a null pointer, an int an `int`.
+
+    early: the kernel may begin before the one in front of it has ended (programmatic dependent launch), and waits by
+    griddepcontrol.wait where it must.
+    """
     if watching() is not None:
         arguments = list(arguments)
-        watching().launched(partial(launch, function, blocks, threads, shared), arguments)
+        watching().launched(partial(launch, function, blocks, threads, shared, early=early), arguments)
     values = [ctypes.c_int(a) if isinstance(a, int) else ctypes.c_void_p(None if a is None else a.data_ptr())
               for a in arguments]  # fmt: skip
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    code = _driver().cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, shared, stream, pointers, None)
+    stream = torch.cuda.current_stream().cuda_stream
+    attribute = _Attribute(_DEPENDENT_LAUNCH, 0, 1)
+    config = _Config(blocks, 1, 1, threads, 1, 1, shared, stream, ctypes.pointer(attribute), int(early))
+    code = _driver().cuLaunchKernelEx(ctypes.byref(config), function, pointers, None)
     _done(code, _driver(), f"launch of {blocks} blocks of {threads} threads")

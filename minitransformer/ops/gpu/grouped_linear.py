@@ -8,7 +8,8 @@ from torch import Tensor
 from minitransformer.ops.dispatch import Plan
 from minitransformer.ops.gpu import choice, device, library, pingpong
 from minitransformer.ops.gpu.launch import cdiv, next_power_of_2, on, quick
-from minitransformer.ops.gpu.tiles import Tile, chain_tile, in_turn, tile_of
+from minitransformer.ops.gpu.pingpong import PLAIN, SCALED, WEIGHTED
+from minitransformer.ops.gpu.tiles import Tile, chain_tile, in_turn, tile_of, to_bf16
 from minitransformer.tuning.table import Product
 
 
@@ -31,9 +32,12 @@ def _expert_of(tile, offsets_ptr, experts, TILE_M: tl.constexpr, PADDED: tl.cons
 def grouped_kernel(
     x_ptr, w_ptr, y_ptr, offsets_ptr, weights_ptr, order_ptr, tiles_m, experts, N, K,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr,
-    PADDED: tl.constexpr, WEIGHTED: tl.constexpr, GROUP: tl.constexpr,
+    PADDED: tl.constexpr, END: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """x [R, K], w [E, N, K] BF16 -> y [R, N]; tiles_m is a bound on the number of tiles of rows."""
+    """x [R, K], w [E, N, K] BF16 -> y [R, N] BF16 or FP32; tiles_m is a bound on the number of tiles of rows.
+
+    END: as in pingpong.py, WEIGHTED by weights[order[row]] or SCALED by fl(weights[row] * order[expert, column]).
+    """
     in_turn()
     i, j = tile_of(tl.program_id(0), tiles_m, tl.cdiv(N, TILE_N), GROUP)
     expert, first, end = _expert_of(i, offsets_ptr, experts, TILE_M, PADDED)
@@ -44,14 +48,20 @@ def grouped_kernel(
     x_rows, w_rows = tl.where(rows < end, rows, first).to(tl.int64), tl.where(cols < N, cols, 0)
     w_rows = w_rows + expert.to(tl.int64) * N
     acc = chain_tile(x_ptr, x_rows, w_ptr, w_rows, K, TILE_M, TILE_N, TILE_K, SWAP, EVEN)
-    if WEIGHTED:
+    if END == WEIGHTED:
         scale = tl.load(weights_ptr + tl.load(order_ptr + x_rows))
         acc = acc * (scale[None, :] if SWAP else scale[:, None])  # fl: the routing weight in FP32
+    if END == SCALED:
+        scale, outer = tl.load(weights_ptr + x_rows), tl.load(order_ptr + w_rows)
+        acc = acc * (scale[None, :] * outer[:, None] if SWAP else scale[:, None] * outer[None, :])
     if SWAP:
         at, inside = x_rows[None, :] * N + cols[:, None], (rows[None, :] < end) & (cols[:, None] < N)
     else:
         at, inside = x_rows[:, None] * N + cols[None, :], (rows[:, None] < end) & (cols[None, :] < N)
-    tl.store(y_ptr + at, acc.to(tl.bfloat16), mask=inside)  # a NaN is 0x7fff, the hardware's
+    if END == SCALED and y_ptr.dtype.element_ty == tl.bfloat16:
+        tl.store(y_ptr + at, to_bf16(acc), mask=inside)
+    else:
+        tl.store(y_ptr + at, acc.to(y_ptr.dtype.element_ty), mask=inside)  # BF16: a NaN is 0x7fff, the hardware's
 
 
 CANDIDATES = (
@@ -81,6 +91,21 @@ def choose(rows: int, experts: int, N: int) -> Tile:
     return Tile(128, 256, 64, 8, 3)
 
 
+def tiled(
+    x: Tensor, w: Tensor, y: Tensor, bounds: Tensor, weights: Tensor, order: Tensor, tile: Tile, end: int
+) -> None:
+    """Fills y [R, N] by grouped_kernel, whose docstring says what weights and order are; contiguous, on one GPU."""
+    (R, K), (E, N, _) = x.shape, w.shape
+    # Every expert may end with a tile that is not full; the programs past the last tile return at once.
+    tiles_m = (R + min(E, R) * (tile.m - 1)) // tile.m
+    with on(x.device):
+        grouped_kernel[(tiles_m * cdiv(N, tile.n),)](
+            x, w, y, bounds, weights, order, tiles_m, E, N, K,
+            tile.m, tile.n, tile.k, tile.swap, K % tile.k == 0, next_power_of_2(E), end, 4,
+            num_warps=tile.warps, num_stages=tile.stages, **device.STRICT, **device.CHAIN,
+        )  # fmt: skip
+
+
 def forward(
     x_RK: Tensor, weight_ENK: Tensor, plan: Plan, weights_TK: Tensor | None = None, tile: Tile | None = None
 ) -> Tensor:
@@ -105,12 +130,5 @@ def forward(
     if tile.pingpong and K % 8 == 0 and x.data_ptr() % 16 == 0 and w.data_ptr() % 16 == 0:
         pingpong.grouped(x, w, y, bounds, None if weights_TK is None else scale, order, tile)
         return y
-    # Every expert may end with a tile that is not full; the programs past the last tile return at once.
-    tiles_m = (R + min(E, R) * (tile.m - 1)) // tile.m
-    with on(home):
-        grouped_kernel[(tiles_m * cdiv(N, tile.n),)](
-            x, w, y, bounds, scale, order, tiles_m, E, N, K,
-            tile.m, tile.n, tile.k, tile.swap, K % tile.k == 0, next_power_of_2(E), weights_TK is not None, 4,
-            num_warps=tile.warps, num_stages=tile.stages, **device.STRICT, **device.CHAIN,
-        )  # fmt: skip
+    tiled(x, w, y, bounds, scale, order, tile, PLAIN.value if weights_TK is None else WEIGHTED.value)
     return y

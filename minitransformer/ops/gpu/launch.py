@@ -78,13 +78,15 @@ class Window(NamedTuple):
     def descriptor(self) -> Any:
         """What Triton takes. To make it costs as much as a launch."""
         if self.gluon:
-            return hopper.TensorDescriptor.from_tensor(self.tensor, list(self.block), shared_layout(self.block))
+            layout = shared_layout(self.block, self.tensor.dtype)
+            return hopper.TensorDescriptor.from_tensor(self.tensor, list(self.block), layout)
         return TensorDescriptor.from_tensor(self.tensor, list(self.block))
 
 
 @lru_cache
-def shared_layout(block: tuple[int, ...]) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)
+def shared_layout(block: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> gl.NVMMASharedLayout:
+    kind = {torch.bfloat16: gl.bfloat16, torch.int32: gl.int32}[dtype]
+    return gl.NVMMASharedLayout.get_default_for(list(block), kind)
 
 
 class _Direct:

@@ -70,10 +70,11 @@ __device__ __forceinline__ uint2 load_scales(const char *unit) {
     return v;
 }
 
-// volatile: asked for where it stands, before the chain, not where the epilogue needs it.
+// volatile: asked for where it stands, before the chain, not where the epilogue needs it; not the read-only path,
+// which a kernel that begins before its predecessor has ended may not take for what that one writes.
 __device__ __forceinline__ float load_early(const float *at) {
     float v;
-    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(at));
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(at));
     return v;
 }
 
@@ -165,7 +166,8 @@ __device__ __forceinline__ void store(void *y, i64 at, float value) {
 }
 
 // x [R, K] BF16, bounds int64 [experts + 1], row_scale [R] or null, weight_scale [experts, N] -> y [R, N].
-// A block owns ROWS_X rows of one expert and 16 * TILES * WARPS columns of y; K is a multiple of 8.
+// A block owns ROWS_X rows of one expert and 16 * TILES * WARPS columns of y; K is a multiple of 8. Launched early, it
+// must not stand behind the kernel that made weights or bounds.
 extern "C" __global__ void __launch_bounds__(32 * WARPS) product(const char *packed, const u16 *x, const float *row_scale,
         const float *weight_scale, const i64 *bounds, void *y, int experts, int N, int K) {
     extern __shared__ __align__(16) char shared[];
@@ -195,6 +197,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) product(const char *pac
         }
 
     const int rows = min(end - first, ROWS_X), pieces = units * 8;
+    float row_factor[GROUPS][2], column_factor[TILES][2];
+#pragma unroll
+    for (int i = 0; i < TILES; i++)
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+            column_factor[i][h] = load_early(weight_scale + (i64)expert * N + min(tile[i] * 16 + g + 8 * h, N - 1));
+
+    // Up to here weights and bounds, which are older than the kernel in front of this one; x, its scales and y are not.
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const u32 base = (u32)__cvta_generic_to_shared(shared);
     for (int p = threadIdx.x; p < rows * pieces; p += 32 * WARPS) {
         int row = p / pieces, k = p % pieces * 8;
@@ -204,16 +216,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) product(const char *pac
         else  // zero weights times what lies there must be 0
             asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" :: "r"(to), "r"(0));
     }
-    float row_factor[GROUPS][2], column_factor[TILES][2];
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
+    for (int j = 0; j < GROUPS; j++)
 #pragma unroll
-        for (int j = 0; j < GROUPS; j++)
+        for (int h = 0; h < 2; h++)
             row_factor[j][h] = row_scale ? load_early(row_scale + first + min(8 * j + 2 * t + h, rows - 1)) : 1.0f;
-#pragma unroll
-        for (int i = 0; i < TILES; i++)
-            column_factor[i][h] = load_early(weight_scale + (i64)expert * N + min(tile[i] * 16 + g + 8 * h, N - 1));
-    }
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
 
@@ -237,26 +244,4 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) product(const char *pac
                 store(y, (i64)(first + row) * N + n, __fmul_rn(sum, factor));
             }
         }
-}
-
-// packed -> W = code * scale, BF16 [experts, N, K]; a warp a unit.
-extern "C" __global__ void __launch_bounds__(256) unpack(const char *packed, u16 *w, int count, int N, int K) {
-    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, tiles = (N + 15) / 16, units = (K + 63) / 64;
-    const int unit = blockIdx.x * 8 + (threadIdx.x >> 5);
-    if (unit >= count) return;
-    const char *at = packed + (i64)unit * UNIT;
-    uint4 c = load_codes(at + 16 * lane);
-    uint2 s = load_scales(at + 512 + 8 * g);
-    const int tile = unit / units % tiles, k0 = unit % units * 64;
-    u16 *out = w + ((i64)(unit / units / tiles) * N + tile * 16) * K + k0;
-#pragma unroll
-    for (int step = 0; step < 4; step++) {
-        u32 low, high, a[4], word = step == 0 ? c.x : step == 1 ? c.y : step == 2 ? c.z : c.w;
-        scales_of(s, step, low, high);
-        decode<true>(word, low, high, a);
-        int k = 16 * step + 4 * t;
-        if (k0 + k >= K) continue;
-        if (tile * 16 + g < N) *(uint2 *)(out + (i64)g * K + k) = make_uint2(a[0], a[2]);
-        if (tile * 16 + g + 8 < N) *(uint2 *)(out + (i64)(g + 8) * K + k) = make_uint2(a[1], a[3]);
-    }
 }

@@ -8,7 +8,7 @@
 // to before is even. x 16 makes room for the next code; four codes, then the low halves of two sums are a word of eight.
 //
 // Compiled with: K; THREADS; for `quantize` WIDE: x is FP32, else BF16; DECODE: the BF16 operand too; STEPS: blocks a
-// thread; for `produce` GATHER: a row is a token's, else SwiGLU's.
+// thread; for `produce` GATHER: a row is a token's, else SwiGLU's; KEEP: y, codes and scales too, not the operand alone.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -135,16 +135,19 @@ __device__ __forceinline__ float split(const u32 (&word)[WORDS], float (&a)[16],
 }
 
 // Each 32 bytes of `decoded` as whole sectors: two lanes exchange halves of their two blocks.
-__device__ __forceinline__ void store_decoded(uint4 *to, u32 b, u32 blocks, const u32 (&d)[8]) {
+__device__ __forceinline__ void exchange(u32 (&d)[8]) {
     bool odd = threadIdx.x & 1;
-    u32 got[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) got[i] = __shfl_xor_sync(ALL, odd ? d[i] : d[4 + i], 1);
-    u32 first = b & ~1u;
-    if (first < blocks) to[2 * (i64)first + odd] = odd ? make_uint4(got[0], got[1], got[2], got[3])
-                                                       : make_uint4(d[0], d[1], d[2], d[3]);
-    if (first + 1 < blocks) to[2 * (i64)first + 2 + odd] = odd ? make_uint4(d[4], d[5], d[6], d[7])
-                                                               : make_uint4(got[0], got[1], got[2], got[3]);
+    for (int i = 0; i < 4; i++) {
+        u32 got = __shfl_xor_sync(ALL, odd ? d[i] : d[4 + i], 1);
+        d[i] = odd ? got : d[i], d[4 + i] = odd ? d[4 + i] : got;
+    }
+}
+
+__device__ __forceinline__ void store_decoded(uint4 *to, u32 b, u32 blocks, const u32 (&d)[8]) {
+    u32 first = b & ~1u, odd = threadIdx.x & 1;
+    if (first < blocks) to[2 * (i64)first + odd] = make_uint4(d[0], d[1], d[2], d[3]);
+    if (first + 1 < blocks) to[2 * (i64)first + 2 + odd] = make_uint4(d[4], d[5], d[6], d[7]);
 }
 
 // x [rows, K], amax and outer [rows / group]. A fault names token order[row] / slots, or the row where slots is 0.
@@ -185,6 +188,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(
             }
         }
 #if DECODE
+        exchange(out);
         store_decoded(decoded, b, blocks, out);
 #endif
     }
@@ -228,17 +232,27 @@ __device__ __forceinline__ uint4 eight(const void *x, u32 from, u32 chunk) {
 #endif
 }
 
-// A row a block of threads: y [rows, K] and its NVFP4 with its own outer scale, decoded too. A fault names its token.
+// A row of y [rows, K] a block of threads, and its NVFP4 with its own outer scale, decoded too. A fault names its token.
+// GATHER: a token a block, made once and written to its `slots` rows, places [tokens, slots]; else places [rows] is order.
+// Launched before the kernel in front has ended. The product behind fetches its weights while these rows are made; it
+// reads the plan too, which for SwiGLU is older than the product in front.
+#define ROW(copy) (i64)(GATHER ? (u32)places[source * slots + copy] : source)
 extern "C" __global__ void __launch_bounds__(THREADS) produce(
-        const void *x, const i64 *order, uint4 *y, uint2 *codes, u8 *scales, float *outer, uint4 *decoded, int *faults,
+        const void *x, const i64 *places, uint4 *y, uint2 *codes, u8 *scales, float *outer, uint4 *decoded, int *faults,
         int slots, int bad_slot) {
     __shared__ uint4 row_y[K / 8];
     __shared__ u32 tops[THREADS / 32];
-    u32 row = blockIdx.x, top = 0, token = (u32)order[row] / (u32)slots;
+    if (GATHER) asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    if (!GATHER) asm volatile("griddepcontrol.wait;" ::: "memory");
+    const u32 source = blockIdx.x, token = GATHER ? source : (u32)places[source] / (u32)slots;
+    const u32 copies = GATHER ? slots : 1;
+    u32 top = 0;
 #pragma unroll
     for (u32 c = threadIdx.x; c < K / 8; c += THREADS) {
-        uint4 v = eight(x, GATHER ? token : row, c);
-        row_y[c] = y[(i64)row * (K / 8) + c] = v;
+        uint4 v = eight(x, source, c);
+        row_y[c] = v;
+        for (u32 i = 0; KEEP && i < copies; i++) y[ROW(i) * (K / 8) + c] = v;
         top = __vmaxu2(__vmaxu2(__vmaxu2(magnitudes(v.x), magnitudes(v.y)), magnitudes(v.z)),
                        __vmaxu2(magnitudes(v.w), top));
     }
@@ -248,10 +262,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) produce(
 #pragma unroll
     for (int i = 0; i < THREADS / 32; i++) top = max(top, tops[i]);
     Row data = row_of(__uint_as_float(top << 16));
-    if (threadIdx.x == 0) {
-        outer[row] = data.decode;
-        if (top >= 0x7F80) atomicMin(faults + bad_slot, (int)token);
-    }
+    for (u32 i = threadIdx.x; i < copies; i += THREADS) outer[ROW(i)] = data.decode;
+    if (threadIdx.x == 0 && top >= 0x7F80) atomicMin(faults + bad_slot, (int)token);
     if (threadIdx.x / 32 * 32 >= PER_ROW) return;  // whole warps: the others exchange what they store
     u32 b = threadIdx.x, pairs[8], code[2], out[8], word[8];
     float a[16];
@@ -261,9 +273,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) produce(
         word[4] = high.x, word[5] = high.y, word[6] = high.z, word[7] = high.w;
         float block_top = split(word, a, pairs);
         u32 d = encode(a, pairs, block_top, data, code, out);
-        codes[(i64)row * PER_ROW + b] = make_uint2(code[0], code[1]);
-        scales[(i64)row * PER_ROW + b] = d;
+        for (u32 i = 0; KEEP && i < copies; i++) {
+            codes[ROW(i) * PER_ROW + b] = make_uint2(code[0], code[1]);
+            scales[ROW(i) * PER_ROW + b] = d;
+        }
     }
-    store_decoded(decoded + (i64)row * (2 * PER_ROW), b, PER_ROW, out);
+    exchange(out);
+    for (u32 i = 0; i < copies; i++) store_decoded(decoded + ROW(i) * (2 * PER_ROW), b, PER_ROW, out);
 }
 #endif

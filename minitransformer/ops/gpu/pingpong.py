@@ -19,6 +19,9 @@ from minitransformer.ops.gpu.tiles import Tile
 # Of each thread at the launch: 12 warps share the register file; the consumers then take what the loading warp leaves.
 REGISTERS = 168
 GROUP = gl.constexpr(8)
+# What a tile is multiplied by at its end: nothing, a routing weight a row, the outer scales of 4-bit operands, or these
+# after 2^19, which is exact (nvfp4_product.cu).
+PLAIN, WEIGHTED, SCALED, SHIFTED = (gl.constexpr(i) for i in range(4))
 SCHEDULE = gl.constexpr(3)  # of each tile of rows: its expert, its first row, the end of the expert's rows
 
 
@@ -86,10 +89,10 @@ def _produce(
 
 @gluon.jit
 def _consume(
-    which, ring, sizes, pointers, TURNED: gl.constexpr, DEEP: gl.constexpr, GROUPED: gl.constexpr,
-    WEIGHTED: gl.constexpr,
+    which, ring, sizes, pointers, TURNED: gl.constexpr, DEEP: gl.constexpr, GROUPED: gl.constexpr, END: gl.constexpr
 ):  # fmt: skip
-    """Tiles number which, which + 2, ... of this program.
+    """Tiles number which, which + 2, ... of this program. END: WEIGHTED by weights[order[row]], or SCALED by
+    fl(weights[row] * order[expert, column]).
 
     A group waits for its turn before its first step of a tile: a barrier's parity tells a phase from the next alone, so
     a group that waited for steps more than one round of the ring ahead would pass at once.
@@ -104,11 +107,12 @@ def _consume(
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_N, 16]
     )
+    OUTER: gl.constexpr = END == SCALED or END == SHIFTED
     steps = gl.cdiv(K, DEPTH)
     number, round_ = which, 0
     for tile in range(gl.program_id(0) + which * gl.num_programs(0), tiles, 2 * gl.num_programs(0)):
-        row, end, column, _ = _place(tile, tiles_m, tiles_n, M, N, schedule_ptr, TILE_M, TILE_N, GROUPED)
-        if WEIGHTED:  # read here, where there is time, and not before the stores
+        row, end, column, expert = _place(tile, tiles_m, tiles_n, M, N, schedule_ptr, TILE_M, TILE_N, GROUPED)
+        if END == WEIGHTED:  # read here, where there is time, and not before the stores
             rows = row + gl.arange(0, TILE_M, gl.SliceLayout(1, layout))
             weights = gl.load(weights_ptr + gl.load(order_ptr + rows, mask=rows < end, other=0))
         acc = gl.zeros((TILE_M, TILE_N), gl.float32, layout)
@@ -130,11 +134,18 @@ def _consume(
         mbarrier.arrive(empty.index((number * steps + steps - 1) % STAGES))
         number += 2
         round_ += 1
-        if WEIGHTED:
+        if END == WEIGHTED:
             acc = acc * weights[:, None]  # fl: the routing weight in FP32
+        if END == SHIFTED:
+            acc = acc * 524288.0
+        if OUTER:
+            rows = row + gl.arange(0, TILE_M, gl.SliceLayout(1, layout))
+            columns = column + gl.arange(0, TILE_N, gl.SliceLayout(0, layout))
+            outer = gl.load(order_ptr + expert * N + columns, mask=columns < N, other=0.0)
+            acc = acc * (gl.load(weights_ptr + rows, mask=rows < end, other=0.0)[:, None] * outer[None, :])
         if y_ptr.dtype.element_ty == gl.bfloat16:
             out: gl.constexpr = whole_lines(TILE_N)
-            y = gl.convert_layout(to_bf16(acc, DEEP), out)
+            y = gl.convert_layout(to_bf16(acc, DEEP or OUTER), out)
         else:
             out: gl.constexpr = layout
             y = acc
@@ -148,7 +159,7 @@ def _consume(
 @gluon.jit(do_not_specialize=["tiles_m", "M"])
 def pingpong_kernel(
     x_desc, w_desc, y_ptr, schedule_ptr, weights_ptr, order_ptr, tiles_m, M, N, K,
-    STAGES: gl.constexpr, TURNED: gl.constexpr, DEEP: gl.constexpr, GROUPED: gl.constexpr, WEIGHTED: gl.constexpr,
+    STAGES: gl.constexpr, TURNED: gl.constexpr, DEEP: gl.constexpr, GROUPED: gl.constexpr, END: gl.constexpr,
 ):  # fmt: skip
     """y [M, N] BF16 or FP32 = x [M, K], or [K, M] if TURNED, times w [N, K] transposed, or w [K, N] if DEEP.
 
@@ -173,8 +184,8 @@ def pingpong_kernel(
     pointers = (y_ptr, schedule_ptr, weights_ptr, order_ptr)
     gl.warp_specialize(
         [
-            (_consume, (0, ring, sizes, pointers, TURNED, DEEP, GROUPED, WEIGHTED)),
-            (_consume, (1, ring, sizes, pointers, TURNED, DEEP, GROUPED, WEIGHTED)),
+            (_consume, (0, ring, sizes, pointers, TURNED, DEEP, GROUPED, END)),
+            (_consume, (1, ring, sizes, pointers, TURNED, DEEP, GROUPED, END)),
             (_produce, (x_desc, w_desc, ring, sizes, schedule_ptr, TURNED, DEEP, GROUPED)),
         ],
         [4, 1],
@@ -214,9 +225,18 @@ def _launch(x, w, y, tile: Tile, tiles_m: int, most: int, turned=False, deep=Fal
             _descriptor(x, *((tile.k, tile.m) if turned else (tile.m, tile.k))),
             _descriptor(w, *((tile.k, tile.n) if deep else (tile.n, tile.k))),
             y, schedule, y if weights is None else weights, order, tiles_m, M, N, K,
-            tile.stages, turned, deep, bool(experts), weights is not None,
+            tile.stages, turned, deep, bool(experts), int(weights is not None),
             num_warps=4, maxnreg=REGISTERS, **device.STRICT,
         )  # fmt: skip
+
+
+def schedule_of(bounds: Tensor, R: int, rows: int) -> tuple[Tensor, int]:
+    """(int32 [bound + 1, SCHEDULE] of the tiles of `rows` rows, the most that there can be) on the current GPU."""
+    E = bounds.shape[0] - 1
+    bound = (R + min(E, R) * (rows - 1)) // rows  # every expert may end with a tile that is not full
+    schedule = torch.empty(bound + 1, 3, dtype=torch.int32, device=bounds.device)
+    schedule_kernel[(E,)](bounds, schedule, E, bound, rows, next_power_of_2(E), num_warps=4)
+    return schedule, bound
 
 
 def product(x: Tensor, w: Tensor, y: Tensor, tile: Tile, turned: bool = False, deep: bool = False) -> None:
@@ -238,12 +258,9 @@ def grouped(
     deep: w is [E, K, N], with K a multiple of the tile's depth (a step must not reach into the next expert).
     bounds int64 [E + 1]. The rest as in `product`.
     """
-    R, E = x.shape[0], w.shape[0]
     if deep and x.shape[1] % tile.k:
         raise ValueError(f"pingpong.grouped: K = {x.shape[1]} is no multiple of the tile's depth {tile.k}")
-    bound = (R + min(E, R) * (tile.m - 1)) // tile.m  # every expert may end with a tile that is not full
-    schedule = torch.empty(bound + 1, 3, dtype=torch.int32, device=x.device)
     with on(x.device):
-        schedule_kernel[(E,)](bounds, schedule, E, bound, tile.m, next_power_of_2(E), num_warps=4)
+        schedule, bound = schedule_of(bounds, x.shape[0], tile.m)
     most = bound * cdiv(y.shape[1], tile.n)
     _launch(x, w.view(-1, w.shape[2]), y, tile, bound, most, False, deep, (schedule, order), weights)

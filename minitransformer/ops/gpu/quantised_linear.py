@@ -1,9 +1,8 @@
 """quantised_linear/1 on Hopper in two forms with the same bits (ops/quantised_linear.py has the spec).
 
-Few rows: the weight is read packed, 4.5 bits each, and decoded in registers (nvfp4_product.cu). Many rows: it is
-decoded to BF16 for the length of one call, then the grouped product runs on it. So only the packed weight stays on the
-device (Qwen3-30B-A3B: 16 GB, where BF16 copies would be 57 GB beside it), and the larger form costs a write and a read
-of one layer's weight (0.8 GB there), which many rows repay.
+The weight is packed, 4.5 bits each (pack.py), and nothing else of it stays on the device (Qwen3-30B-A3B: 16 GB, where
+BF16 copies would be 57 GB beside it). Few rows: decoded in registers (nvfp4_product.cu). Many rows: decoded into shared
+memory, beside the products that use it (pingpong_packed.py).
 """
 
 from typing import NamedTuple
@@ -14,14 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from minitransformer.ops.dispatch import Plan
-from minitransformer.ops.gpu import cuda, device
-from minitransformer.ops.gpu.grouped_linear import _expert_of
-from minitransformer.ops.gpu.launch import cdiv, next_power_of_2, on, quick
+from minitransformer.ops.gpu import cuda, device, grouped_linear, pingpong_packed
+from minitransformer.ops.gpu.launch import cdiv, on, quick
 from minitransformer.ops.gpu.pack import UNIT_COLUMNS, UNIT_ROWS
-from minitransformer.ops.gpu.tiles import Tile, chain_tile, tile_of, to_bf16
+from minitransformer.ops.gpu.pingpong import SCALED
+from minitransformer.ops.gpu.tiles import Tile
 
 SOURCE = "nvfp4_product.cu"
-FEW = 80  # rows an expert on average, up to which the packed weight is read
+FEW = 80  # rows an expert on average, up to which the weight is decoded in registers
 
 
 class Packed(NamedTuple):
@@ -45,38 +44,6 @@ class Packed(NamedTuple):
 
 
 @quick
-@triton.jit(do_not_specialize=["tiles_m", "experts"])
-def scaled_kernel(
-    x_ptr, w_ptr, y_ptr, offsets_ptr, row_scale_ptr, weight_scale_ptr, tiles_m, experts, N, K,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr,
-    PADDED: tl.constexpr, SCALED: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """x [R, K], w [E, N, K] BF16, row_scale [R] if SCALED, weight_scale [E, N] -> y [R, N] FP32 or BF16."""
-    i, j = tile_of(tl.program_id(0), tiles_m, tl.cdiv(N, TILE_N), GROUP)
-    expert, first, end = _expert_of(i, offsets_ptr, experts, TILE_M, PADDED)
-    if expert >= experts:
-        return
-    rows, cols = first + tl.arange(0, TILE_M), j * TILE_N + tl.arange(0, TILE_N)
-    x_rows, w_rows = tl.where(rows < end, rows, first).to(tl.int64), tl.where(cols < N, cols, 0)
-    w_rows = w_rows + expert.to(tl.int64) * N
-    acc = chain_tile(x_ptr, x_rows, w_ptr, w_rows, K, TILE_M, TILE_N, TILE_K, SWAP, EVEN)
-    outer = tl.load(weight_scale_ptr + w_rows)
-    outer = outer[:, None] if SWAP else outer[None, :]
-    if SCALED:
-        row_scale = tl.load(row_scale_ptr + x_rows)
-        outer = (row_scale[None, :] if SWAP else row_scale[:, None]) * outer
-    acc = acc * outer
-    if SWAP:
-        at, inside = x_rows[None, :] * N + cols[:, None], (rows[None, :] < end) & (cols[:, None] < N)
-    else:
-        at, inside = x_rows[:, None] * N + cols[None, :], (rows[:, None] < end) & (cols[None, :] < N)
-    if y_ptr.dtype.element_ty == tl.bfloat16:
-        tl.store(y_ptr + at, to_bf16(acc), mask=inside)
-    else:
-        tl.store(y_ptr + at, acc, mask=inside)
-
-
-@quick
 @triton.jit(do_not_specialize=["rows"])
 def refuse_kernel(amax_ptr, order_ptr, faults_ptr, rows, SLOTS: tl.constexpr, SLOT: tl.constexpr):
     """Leaves the first token whose row is not finite."""
@@ -87,8 +54,8 @@ def refuse_kernel(amax_ptr, order_ptr, faults_ptr, rows, SLOTS: tl.constexpr, SL
     tl.atomic_min(faults_ptr + SLOT + tl.zeros_like(row), token.to(tl.int32), mask=bad, sem="relaxed")
 
 
-CANDIDATES = (
-    Tile(16, 128, 128, 4, 4, swap=True), Tile(64, 128, 64, 4, 4), Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 3),
+MANY_CANDIDATES = (
+    Tile(64, 128, 64, 4, 6, pingpong=True), Tile(128, 128, 64, 4, 5, pingpong=True),
 )  # fmt: skip
 # For every number of units a depth that divides it.
 DEPTHS = (8, 6, 4, 3, 2, 1)
@@ -99,10 +66,9 @@ PACKED_CANDIDATES = (
 )  # fmt: skip
 
 
-def choose(rows: int, experts: int) -> Tile:
-    """The schedule of the decoded product; every choice gives the same bits."""
-    average = rows / experts
-    return CANDIDATES[0] if average <= 24 else CANDIDATES[1] if average <= 96 else CANDIDATES[2]
+def choose_many(rows: int, experts: int) -> Tile:
+    """The schedule of many rows, measured on an H200; every choice gives the same bits."""
+    return MANY_CANDIDATES[0 if rows <= 64 * experts else 1]
 
 
 def choose_packed(rows: int, experts: int, K: int) -> Packed | None:
@@ -127,41 +93,14 @@ def choose_packed(rows: int, experts: int, K: int) -> Packed | None:
     return next((schedule for schedule in order if schedule.fits(K)), None)
 
 
-def unpack(packed: Tensor, N: int, K: int) -> Tensor:
-    """The packed weight as decoded BF16 [E, N, K], exact."""
-    home, E = packed.device, packed.shape[0]
-    (packed,) = device.take("quantised_linear", home, torch.int32, packed)
-    w, units = torch.empty(E, N, K, dtype=torch.bfloat16, device=home), packed[..., 0].numel()
-    if w.numel():
-        with on(home):
-            function = cuda.kernel(home, SOURCE, "unpack", Packed(1, 4, 1, 1).defines(True, True))
-            cuda.launch(function, cdiv(units, 8), 256, 0, (packed, w, units, N, K))
-    return w
-
-
-def decoded_product(
-    x: Tensor, scale_R: Tensor | None, w: Tensor, scale_EN: Tensor, plan: Plan, out_dtype: torch.dtype,
-    tile: Tile | None = None,
-) -> Tensor:  # fmt: skip
-    """x [R, K], w [E, N, K] BF16 -> [R, N]."""
-    home, (R, K), (E, N, _) = x.device, x.shape, w.shape
-    (bounds,) = device.take("quantised_linear", home, torch.int64, plan.bounds_E1)
-    y, tile = torch.empty(R, N, dtype=out_dtype, device=home), tile or choose(R, E)
-    tiles_m = (R + min(E, R) * (tile.m - 1)) // tile.m
-    with on(home):
-        scaled_kernel[(tiles_m * cdiv(N, tile.n),)](
-            x, w, y, bounds, scale_EN if scale_R is None else scale_R, scale_EN, tiles_m, E, N, K,
-            tile.m, tile.n, tile.k, tile.swap, K % tile.k == 0, next_power_of_2(E), scale_R is not None, 4,
-            num_warps=tile.warps, num_stages=tile.stages, **device.STRICT,
-        )  # fmt: skip
-    return y
-
-
 def packed_product(
     x: Tensor, scale_R: Tensor | None, packed: Tensor, scale_EN: Tensor, plan: Plan, out_dtype: torch.dtype,
-    schedule: Packed,
+    schedule: Packed, early: bool = False,
 ) -> Tensor:  # fmt: skip
-    """x [R, K] BF16 (with scale_R: codes * scales of NVFP4), packed weight -> [R, N]."""
+    """x [R, K] BF16 (with scale_R: codes * scales of NVFP4), packed weight -> [R, N].
+
+    early: the kernel in front, which may still run, is not the one that made the weight, its scales or the plan.
+    """
     home, (R, K), (E, N) = x.device, x.shape, scale_EN.shape
     (bounds,) = device.take("quantised_linear", home, torch.int64, plan.bounds_E1)
     y = torch.empty(R, N, dtype=out_dtype, device=home)
@@ -172,29 +111,44 @@ def packed_product(
         defines = schedule.defines(scale_R is None, out_dtype == torch.float32)
         function = cuda.kernel(home, SOURCE, "product", defines, shared)
         arguments = (packed, x, scale_R, scale_EN, bounds, y, E, N, K)
-        cuda.launch(function, groups * blocks, 32 * schedule.warps, shared, arguments)
+        cuda.launch(function, groups * blocks, 32 * schedule.warps, shared, arguments, early)
     return y
 
 
-def forward(x_RK, scale_R, weight, scale_EN, plan: Plan, out_dtype: torch.dtype) -> Tensor:
+def many_product(
+    x: Tensor, scale_R: Tensor | None, weight: Tensor, scale_EN: Tensor, plan: Plan, out_dtype: torch.dtype, tile: Tile
+) -> Tensor:
+    """x [R, K] BF16 -> [R, N]: a packed weight by pingpong_packed.py, a decoded one by grouped_linear.py's kernel."""
+    home, R = x.device, x.shape[0]
+    (bounds,) = device.take("quantised_linear", home, torch.int64, plan.bounds_E1)
+    y = torch.empty(R, scale_EN.shape[1], dtype=out_dtype, device=home)
+    row_scale = torch.ones(R, device=home) if scale_R is None else scale_R
+    if weight.dtype == torch.int32:
+        x = x if x.data_ptr() % 16 == 0 else x.clone()
+        pingpong_packed.grouped(x, weight, y, bounds, row_scale, scale_EN, tile, scale_R is None)
+    else:
+        grouped_linear.tiled(x, weight, y, bounds, row_scale, scale_EN, tile, SCALED.value)
+    return y
+
+
+def forward(x_RK, scale_R, weight, scale_EN, plan: Plan, out_dtype: torch.dtype, early: bool = False) -> Tensor:
     """x [R, K] BF16, weight decoded BF16 [E, N, K] or packed int32 (pack.py) -> [R, N] FP32 or BF16.
 
     With outer scales scale_R, x holds code * scale of NVFP4 (nvfp4_product.cu says why that matters).
     """
-    home, (E, N) = x_RK.device, scale_EN.shape
+    home, (R, K), (E, N) = x_RK.device, x_RK.shape, scale_EN.shape
     (x,) = device.take("quantised_linear", home, torch.bfloat16, x_RK)
+    (weight,) = device.take("quantised_linear", home, weight.dtype, weight)
     (scale_EN,) = device.take("quantised_linear", home, torch.float32, scale_EN)
     if scale_R is not None:
         (scale_R,) = device.take("quantised_linear", home, torch.float32, scale_R)
-    if x.shape[0] == 0 or N == 0:
-        return torch.empty(x.shape[0], N, dtype=out_dtype, device=home)
-    if weight.dtype == torch.int32:
-        schedule = choose_packed(x.shape[0], E, x.shape[1])
-        if schedule is not None and x.shape[0] <= FEW * E:
-            return packed_product(x, scale_R, weight, scale_EN, plan, out_dtype, schedule)
-        weight = unpack(weight, N, x.shape[1])
-    (weight,) = device.take("quantised_linear", home, torch.bfloat16, weight)
-    return decoded_product(x, scale_R, weight, scale_EN, plan, out_dtype)
+    if R == 0 or N == 0:
+        return torch.empty(R, N, dtype=out_dtype, device=home)
+    args = x, scale_R, weight, scale_EN, plan, out_dtype
+    if weight.dtype != torch.int32:
+        return many_product(*args, grouped_linear.choose(R, E, N))
+    schedule = choose_packed(R, E, K) if R <= FEW * E else None
+    return many_product(*args, choose_many(R, E)) if schedule is None else packed_product(*args, schedule, early)
 
 
 def refuse_non_finite(amax_R: Tensor, plan: Plan, fault: str) -> None:

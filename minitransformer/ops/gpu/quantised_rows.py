@@ -18,27 +18,29 @@ from minitransformer.ops.nvfp4 import BLOCK, Nvfp4
 LONGEST = 8192  # a row is one block of threads, a thread has at most one block of 16
 
 
-def defines(K: int, gather: bool) -> tuple[tuple[str, int], ...]:
+def defines(K: int, gather: bool, keep: bool = True) -> tuple[tuple[str, int], ...]:
     """What nvfp4_quantize.cu is compiled with; the last is the number of threads."""
     threads = min(512, -(-K // 256) * 32)  # eight elements each
     form = ("WIDE", 0), ("DECODE", 1), ("STEPS", 1)  # of `quantize`, which is not used
-    return ("K", K), *form, ("GATHER", int(gather)), ("THREADS", threads)
+    return ("K", K), *form, ("GATHER", int(gather)), ("KEEP", int(keep)), ("THREADS", threads)
 
 
-def _launch(x: Tensor, plan, K: int, gather: bool) -> tuple[Tensor, ...]:
-    """(y [R, K] BF16, codes, scales, outer, decoded)"""
+def _launch(x: Tensor, plan, K: int, gather: bool, keep: bool = True) -> tuple[Tensor | None, ...]:
+    """(y [R, K] BF16, codes, scales, outer, decoded); the first three are None without keep."""
     home, R = x.device, plan.num_rows
-    (order,) = device.take("quantised_rows", home, torch.int64, plan.order_R)
-    y, decoded = (torch.empty(R, K, dtype=torch.bfloat16, device=home) for _ in range(2))
-    codes, scales = (torch.empty(R, K // n, dtype=torch.uint8, device=home) for n in (2, BLOCK))
-    outer = torch.empty(R, device=home)
-    if y.numel():
-        where, how = device.slot("experts.gate_up" if gather else "experts.down"), defines(K, gather)
+    (places,) = device.take("quantised_rows", home, torch.int64, plan.rows_TK if gather else plan.order_R)
+    decoded, outer = torch.empty(R, K, dtype=torch.bfloat16, device=home), torch.empty(R, device=home)
+    y = codes = scales = None
+    if keep:
+        y = torch.empty_like(decoded)
+        codes, scales = (torch.empty(R, K // n, dtype=torch.uint8, device=home) for n in (2, BLOCK))
+    if decoded.numel():
+        where, how = device.slot("experts.gate_up" if gather else "experts.down"), defines(K, gather, keep)
         with on(home):
             cuda.launch(
-                cuda.kernel(home, SOURCE, "produce", how), R, dict(how)["THREADS"], 0,
-                (aligned(x), order, y, codes, scales, outer, decoded, device.faults(home),
-                 plan.rows_TK.shape[1], where),
+                cuda.kernel(home, SOURCE, "produce", how), len(places), dict(how)["THREADS"], 0,
+                (aligned(x), places, y, codes, scales, outer, decoded, device.faults(home),
+                 plan.rows_TK.shape[1], where), early=True,
             )  # fmt: skip
     return y, codes, scales, outer, decoded
 
@@ -74,6 +76,13 @@ class _SwiGLU(torch.autograd.Function):
 def serves(columns: int) -> bool:
     """Whether a row of x fits one block of threads and has whole blocks of 16 (2F columns for swiglu)."""
     return columns % (2 * BLOCK) == 0 and columns <= LONGEST
+
+
+def operand(x: Tensor, plan, gathers: bool) -> tuple[Tensor, Tensor]:
+    """What a product reads of `gather` or `swiglu`: (decoded BF16 [R, K], outer FP32 [R]). No gradient."""
+    (x,) = device.take("quantised_rows", x.device, torch.bfloat16 if gathers else torch.float32, x)
+    *_, outer, decoded = _launch(x, plan, x.shape[1] if gathers else x.shape[1] // 2, gathers, False)
+    return decoded, outer
 
 
 def gather(x_TD: Tensor, plan) -> tuple[Tensor, Nvfp4, Tensor]:
