@@ -7,7 +7,7 @@ import torch
 
 from gpu_bench.products import BF16, EXPERTS, TOP_K, best, routing, schedules
 from gpu_bench.timing import copies, medians_ms
-from minitransformer.models.qwen3_moe.experts import Bf16Experts, QuantisedExperts
+from minitransformer.models.qwen3_moe.experts import Bf16Experts, QuantisedExperts, no_trace
 from minitransformer.ops import dispatch, gpu, grouped_linear, mxfp8, nvfp4
 from minitransformer.ops import quantised_linear as op
 from minitransformer.recipe import get
@@ -26,17 +26,17 @@ def _plans(T: int) -> list[tuple[dispatch.Plan, dispatch.Plan]]:
     return [routing(T, seed) for seed in range(max(1, min(16, 32 // T)))]
 
 
-def _sampled(x, scale, packed, outer, N: int, host: dispatch.Plan, out_dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _sampled(x, scale, q, outer, host: dispatch.Plan, out_dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """The first row of six experts and what the CPU reference gives for them."""
     owners = [e for e in range(EXPERTS) if host.offsets[e + 1] > host.offsets[e]][:6]
     rows = torch.tensor([host.offsets[e] for e in owners])
-    w = gpu.quantised_linear.unpack(packed[owners], N, x.shape[1]).cpu()
+    w = nvfp4.decode(nvfp4.Nvfp4(q.codes[owners].cpu(), q.scales[owners].cpu(), q.outer[owners].cpu()))
     plan = dispatch.plan(torch.arange(len(owners))[:, None], len(owners))
     return rows, op.forward(x[rows].cpu(), scale[rows].cpu(), w, outer[owners].cpu(), plan, out_dtype)
 
 
 def products(tokens=TOKENS) -> Iterator[dict]:
-    """Each product alone, with every schedule of both forms, against grouped_linear on BF16 weights."""
+    """Each product alone, with the schedules of both forms, against grouped_linear on BF16 weights."""
     forms = gpu.quantised_linear
     for name, N, K, out_dtype in SHAPES:
         w = torch.randn(EXPERTS, N, K, device="cuda", dtype=BF16) * K**-0.5
@@ -48,16 +48,14 @@ def products(tokens=TOKENS) -> Iterator[dict]:
             qx, xd = nvfp4.quantize_decoded(x, nvfp4.row_amax(x))
             args = xd, qx.outer, packed, outer
             got = op.forward(*args, plan, out_dtype)
-            rows, want = _sampled(xd, qx.outer, packed, outer, N, host, out_dtype)
+            rows, want = _sampled(xd, qx.outer, q, outer, host, out_dtype)
 
             def calls(tile, args=args, plans=plans, out_dtype=out_dtype):
-                if isinstance(tile, forms.Packed):
-                    return [lambda p=p: forms.packed_product(*args, p, out_dtype, tile) for _, p in plans]
-                return [lambda p=p: forms.decoded_product(args[0], args[1], forms.unpack(args[2], args[3].shape[1],
-                        args[0].shape[1]), args[3], p, out_dtype, tile) for _, p in plans]  # fmt: skip
+                product = forms.packed_product if isinstance(tile, forms.Packed) else forms.many_product
+                return [lambda p=p: product(*args, p, out_dtype, tile) for _, p in plans]
 
             tiles = [s for s in forms.PACKED_CANDIDATES if s.fits(K) and s.depth > 2 and T <= 1024]
-            tiles += [forms.choose(R, EXPERTS)] if T >= 64 else []
+            tiles += forms.MANY_CANDIDATES if T >= 64 else ()
             times = schedules(tiles, lambda tile, calls=calls: calls(tile)[0](), got, calls, differing)
             calls = [[lambda p=p, args=args, t=out_dtype: op.forward(*args, p, t) for _, p in plans],
                      [lambda p=p, x=x, w=w: grouped_linear.forward(x, w, p) for _, p in plans]]  # fmt: skip
@@ -84,7 +82,7 @@ def experts(tokens=TOKENS, recipe: str = "nvfp4_per_token") -> Iterator[dict]:
         routed = torch.rand(T, TOP_K, device="cuda")
 
         def run(leaf, plan, x=x, routed=routed):
-            return leaf(mlp, x, plan, routed, lambda *note: None)
+            return leaf(mlp, x, plan, routed, no_trace)
 
         with torch.no_grad():
             got = run(ours, plans[0])
