@@ -38,8 +38,9 @@ def said(content: bytes, kind: str = "application/json") -> bytes:
 
 
 STRANGE = {
-    "page": said(b"<html>", "text/html"), "list": said(b"[1, 2]"), "empty": said(b""), "cut JSON": said(b"{nope"),
-    "no text": said(b"\xff\xfe{"), "no fields": said(b"{}"), "no ranks": said(b'{"ranks": []}'),
+    "page": said(b"<html>", "text/html"), "list": said(b"[1, 2]"), "none": said(b"[]"), "empty": said(b""),
+    "cut JSON": said(b"{nope"), "no text": said(b"\xff\xfe{"), "no fields": said(b"{}"),
+    "no ranks": said(b'{"ranks": []}'),
     "no sums": said(b'{"ranks": [{"checksums": [1]}]}'), "no log-probs": said(b'{"meta_info": {}, "output_ids": []}'),
     "cut": said(b"{}")[:-1], "no HTTP": b"SSH-2.0-x\r\n",
 }  # fmt: skip

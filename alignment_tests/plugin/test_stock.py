@@ -32,7 +32,10 @@ from minitransformer.sampler.sequence import SamplingParams
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [11], [1, 2, 3, 4, 5, 6, 7, 8, 30, 31]]
 ALL_SPARSE = dict(sparse_layers=(True,) * 3)
-SERVER = {"enable_deterministic_inference": True, "attention_backend": "triton", "moe_runner_backend": "triton"}
+SERVER = {
+    "version": "0.5.17", "enable_deterministic_inference": True, "attention_backend": "triton",
+    "moe_runner_backend": "triton",
+}  # fmt: skip
 
 
 def check_the_walk(top_k: int = 2, norm_topk_prob: bool = True) -> None:
@@ -88,10 +91,12 @@ def on_gpu(model):
         (dict(head_dim=16), {}, "turns heads of 16 by another kernel"),
         ({}, {"enable_deterministic_inference": False}, "enable_deterministic_inference is False.*use --enable"),
         ({}, {"attention_backend": "fa3", "tp_size": 2}, "attention_backend is 'fa3'; tp_size is 2"),
+        ({}, {"version": "0.5.16"}, "the server runs SGLang 0.5.16, the kernels here are those of 0.5.17"),
     ],
 )
 def test_when_it_can(changes, server, words, monkeypatch):
     monkeypatch.setattr(stock, "check_version", lambda: None)
+    monkeypatch.setattr(stock, "sglang_version", lambda: "0.5.17")
     model = on_gpu(tiny_model(0, **{"head_dim": 64, **ALL_SPARSE, **changes}))
     found = stock.unable(model, SERVER | server)
     assert (found is None) if words is None else re.search(words, found), found

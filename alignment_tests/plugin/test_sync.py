@@ -17,7 +17,7 @@ from minitransformer.learner.packing import Sample
 from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from minitransformer.models.qwen3_moe.nvfp4_layout import FORMATS, MODELOPT
 from minitransformer.models.qwen3_moe.quantise import quantise
-from minitransformer.plugins.sglang import send
+from minitransformer.plugins.sglang import group, send
 from minitransformer.plugins.sglang.client import Client
 from minitransformer.plugins.sglang.sync import sync
 from minitransformer.plugins.sglang.weights import checksums
@@ -135,6 +135,8 @@ def test_refused_before_anything_is_sent(tmp_path, monkeypatch):
         refused(trained(recipe="nvfp4_per_token"), server, "different execution specs.*options.recipe")
         refused(trained(), server, "route 'ipc' is not supported; choose tensor, disk or distributed", route="ipc")
         refused(trained(), server, "backend 'mpi' is not supported", route="distributed", backend="mpi")
+        refused(trained(), server, "'nccl' needs the learner on a GPU", route="distributed", backend="nccl")
+        refused(trained(), server, "'gloo' is of the route distributed", backend="gloo")
         refused(trained(), server, "init_weights_update_group: the server refuses", route="distributed")
         refused(trained(), server, "absent: no such directory", route="disk", directory=tmp_path / "absent")
         own = packed(tmp_path)
@@ -148,6 +150,11 @@ def test_refused_before_anything_is_sent(tmp_path, monkeypatch):
             refused(learner, server, "no room for 0.[1-9] MiB .No space left", route="tensor")
     with Fake(tiny_model(0), stock=True) as server:
         refused(trained(), server, "layer 1 is dense")
+
+
+def test_a_server_without_ipv4_is_no_traceback():
+    with pytest.raises(InputError, match=r"http://\[::1\]:30000: no way there by IPv4"):
+        group._address("http://[::1]:30000")
 
 
 def test_a_dead_server_and_one_of_another_kind():

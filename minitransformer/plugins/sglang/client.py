@@ -126,7 +126,10 @@ class Client:
         }  # fmt: skip
         answers = self.call("/generate", body)
         with self._reading("/generate"):
-            return [_output(a) for a in (answers if isinstance(answers, list) else [answers])]
+            found = [_output(a) for a in (answers if isinstance(answers, list) else [answers])]
+            if len(found) != len(prompts):
+                raise ValueError(f"{len(found)} answers to {len(prompts)} prompts")
+            return found
 
 
 def _output(answer: dict[str, Any]) -> Output:

@@ -24,6 +24,7 @@ from minitransformer.plugins.sglang.launch import free_port
 from minitransformer.plugins.sglang.send import Named, Request
 
 TIMEOUT = timedelta(seconds=120)  # for two to meet, and for a broadcast, on both sides
+LEAVE_TIMEOUT = 30  # seconds, of the server's answer to the group's end: it may be what hangs
 LEARNER, SERVER = 0, 1  # ranks
 BACKENDS = ("nccl", "gloo")
 
@@ -35,16 +36,19 @@ def by_group(tensors: Named, client: Client, backend: str | None = None) -> Iter
     backend: 'nccl' (default on a GPU; the server on another GPU) or 'gloo' (over the network of the CPUs). InputError
     if the two don't meet.
     """
-    backend = backend or ("nccl" if any(t.is_cuda for _, t in tensors) else "gloo")
+    on_gpu = any(t.is_cuda for _, t in tensors)
+    backend = backend or ("nccl" if on_gpu else "gloo")
     if backend not in BACKENDS:
         raise InputError(f"backend {backend!r} is not supported; choose {' or '.join(BACKENDS)}")
+    if backend == "nccl" and not on_gpu:
+        raise InputError("backend 'nccl' needs the learner on a GPU (--device cuda); choose gloo")
     name = f"minitransformer-{secrets.token_hex(4)}"
-    group = _meet(client, name, backend)
     # Of FP8, which these libraries don't send, SGLang takes the bytes of all tensors one after another.
     flat = any(t.dtype == torch.float8_e4m3fn for _, t in tensors)
     home = next((t.device for _, t in tensors if t.is_cuda), torch.device("cpu"))
     bits = [t.to(home).contiguous() for _, t in tensors]  # outer scales are made on the CPU
     bits = [torch.cat([t.view(-1).view(torch.uint8) for t in bits])] if flat else bits
+    group = _meet(client, name, backend)
     sending = Thread(target=_broadcast, args=(group, bits), daemon=True)
     sending.start()
     try:
@@ -57,7 +61,8 @@ def by_group(tensors: Named, client: Client, backend: str | None = None) -> Iter
     finally:
         sending.join(1)
         with suppress(InputError):  # the server may be gone
-            client.call("/destroy_weights_update_group", {"group_name": name})
+            leaving = Client(client.url, min(client.timeout, LEAVE_TIMEOUT))
+            leaving.call("/destroy_weights_update_group", {"group_name": name})
         group.abort() if sending.is_alive() else dist.destroy_process_group(group)
 
 
@@ -105,8 +110,11 @@ def _broadcast(group: Any, tensors: Sequence[Tensor]) -> None:
 
 
 def _address(url: str) -> str:
-    """This host's address as the server sees it."""
+    """This host's IPv4 address as the server sees it. InputError if the server has none."""
     there = urllib.parse.urlsplit(url)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        s.connect((there.hostname, there.port or 80))
+        try:
+            s.connect((there.hostname, there.port or 80))
+        except OSError as error:
+            raise InputError(f"{url}: no way there by IPv4 ({error}); give such a URL, or another route") from None
         return s.getsockname()[0]

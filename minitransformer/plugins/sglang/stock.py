@@ -15,7 +15,7 @@ from minitransformer.batch import Batch
 from minitransformer.errors import InputError
 from minitransformer.learner.scoring import CHUNK_BYTES
 from minitransformer.models.qwen3_moe.model import Note, no_trace
-from minitransformer.plugins.sglang.plugin import check_version
+from minitransformer.plugins.sglang.plugin import check_version, sglang_version
 from minitransformer.plugins.sglang.stock_kernels import ARGUMENTS, SglangKernels
 
 # What /server_info says of a server whose prefill these kernels are.
@@ -31,8 +31,11 @@ def unable(model: Any, server: Mapping[str, Any]) -> str | None:
     """Why the learner can't call the kernels of this stock server; None if it can. server: its /server_info."""
     try:
         check_version()
+        here, there = sglang_version(), server.get("version")
     except InputError as error:
         return str(error)
+    if there != here:
+        return f"the server runs SGLang {there}, the kernels here are those of {here}"
     config = model.config
     if model.device.type != "cuda":
         return f"SGLang's kernels need a GPU, the learner is on {model.device}"

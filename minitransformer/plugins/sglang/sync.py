@@ -108,6 +108,8 @@ def sync(
     client = Client(to if isinstance(to, str) else to.url, timeout)
     if route not in (None, *ROUTES):
         raise InputError(f"route {route!r} is not supported; choose {', '.join(ROUTES[:-1])} or {ROUTES[-1]}")
+    if backend is not None and route != "distributed":
+        raise InputError(f"backend {backend!r} is of the route distributed; choose that route, or leave it out")
     route = route or ("tensor" if _is_here(client.url) else "disk")
     model, seconds = learner.model, dict[str, float]()
     client.about()
