@@ -102,6 +102,11 @@ def test_a_switch_that_is_turned_later_is_seen(here):
     assert len(here.proofs) == 1
 
 
+def test_a_library_of_another_version_is_not_looked_for(here, monkeypatch):
+    monkeypatch.setattr(library, "DENSE", {})
+    assert choice.of(HOME, QKV, 128) == table.Choice(OTHER) and here.proofs == []
+
+
 def test_the_copy_engine_gets_no_rows_that_it_cannot_read():
     engine = table.Choice(tuple(Tile(128, 128, 64, 4, 4, tma=True)))
     whole = torch.zeros(16, 64, dtype=torch.bfloat16)

@@ -44,6 +44,11 @@ def test_a_wrong_bit_is_status_1(capsys, monkeypatch):
         ("--tune", "--tune needs an NVIDIA GPU"),
         ("--rows 0", "--rows 0: must be at least 1"),
         ("--rows x", "invalid int value"),
+        ("--rows 1 16385", "--rows 16385: must be at most 16384"),
+        ("--rows 1", "--rows is for --tune"),
+        ("--tune --seconds nan", "--seconds nan: must be above 0"),
+        ("--seed -1", "--seed -1: must be 0 to"),
+        ("--seed 9223372036854775808", "must be 0 to 2^63 - 1"),
         ("--json {tmp}", "is a directory"),
     ],
 )
@@ -54,6 +59,19 @@ def test_bad_input_is_status_2(capsys, tmp_path, options, message):
         status = stop.code
     out, err = capsys.readouterr()
     assert status == 2 and out == "" and err.count("\n") == 1 and message in err
+
+
+def test_where_no_table_can_be_written_nothing_is_tuned(capsys, monkeypatch, tmp_path):
+    pytest.importorskip("triton")
+    from minitransformer.tuning import tune
+
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tune, "tune", lambda *args, **options: pytest.fail("tuned for nothing"))
+    assert main(["doctor", "--tune"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and str(tmp_path / "file") in err and err.count("\n") == 1
 
 
 def test_without_triton_kernels_are_absent(monkeypatch):

@@ -72,6 +72,17 @@ def test_a_refused_candidate_is_named_with_its_first_element_and_never_timed():
     assert by_name["too large"].refused == "normal: RuntimeError: out of resources: shared memory"
 
 
+def test_whatever_a_candidate_raises_refuses_it():
+    class Unlike(Exception):
+        """As Triton's OutOfResources, which is no RuntimeError."""
+
+    def fails(x, w):
+        raise Unlike
+
+    (found,) = judge([Candidate("fails", fails)], cases())
+    assert found.refused == "normal: Unlike: "
+
+
 def test_nothing_is_chosen_where_nothing_has_the_bits():
     found = judge([CANDIDATES[1], CANDIDATES[4]], cases(), lambda named: [1.0 for _ in named])
     assert fastest(found) is None and row_of(PRODUCT, 8, found).tile is None

@@ -86,6 +86,14 @@ def test_a_failed_write_leaves_the_old_table(tmp_path, monkeypatch):
         (lambda c: c | {"rows": [c["rows"][0] | {"M": 0}]}, "bad row"),
         (lambda c: c | {"rows": [c["rows"][0] | {"tile": "large"}]}, "ValueError"),
         (lambda c: c | {"rows": [c["rows"][0] | {"speed": 1}]}, "speed"),
+        (lambda c: c | {"rows": [c["rows"][0] | {"tile": [64]}]}, "bad row"),
+        (lambda c: c | {"rows": [c["rows"][0] | {"tile": [0, 64, 64, 4, 6]}]}, "bad row"),
+        (lambda c: c | {"rows": [c["rows"][0] | {"tile": [48, 64, 64, 4, 6]}]}, "bad row"),
+        (lambda c: c | {"rows": [c["rows"][0] | {"tile": [64, 64, 64, 4, 6, 2]}]}, "bad row"),
+        (lambda c: c | {"rows": [c["rows"][0] | {"tile": [*TILE, 0, 0]}]}, "bad row"),
+        (lambda c: c | {"rows": [c["rows"][0] | {"tile_ms": None}]}, "bad row"),
+        (lambda c: c | {"rows": [c["rows"][0] | {"library_ms": "fast"}]}, "bad row"),
+        (lambda c: c | {"rows": [c["rows"][0] | {"library": 5}]}, "bad row"),
         (lambda c: c | {"proven": [c["proven"][0] | {"rows": [[1, 9, 0]]}]}, "a step below 1"),
         (lambda c: [c], "TypeError"),
     ],
@@ -107,6 +115,24 @@ def test_the_users_table_comes_first_and_a_broken_one_is_told(tmp_path, monkeypa
     table.user_path().write_text("{")
     with pytest.warns(RuntimeWarning, match="tuning.json.*it is not used"):
         assert [one.path for one in table.tables()] == [tmp_path / "shipped.json"]
+
+
+def test_a_user_without_a_home_or_with_anothers_has_the_shipped_table(tmp_path, monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(table.Path, "home", homeless)
+    assert [one.path for one in table.tables()] == [table.SHIPPED]
+    with pytest.raises(InputError, match="set XDG_CACHE_HOME"):
+        table.user_path()
+
+    def closed(self, **options):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(table.Path, "home", lambda: tmp_path / "root")
+    monkeypatch.setattr(table.Path, "stat", closed)
+    assert [one.path for one in table.tables()] == [table.SHIPPED]
 
 
 def test_another_version_is_another_machine():

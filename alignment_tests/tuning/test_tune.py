@@ -63,7 +63,10 @@ def test_a_library_is_refused_at_its_first_use_with_the_element(acted):
 
 def test_a_wrong_reference_ends_the_proof(acted, monkeypatch):
     """The GPU's own tile is compared with the CPU before anything is compared with it."""
+    (row,) = tune.tune(CPU, [PRODUCT], rows=(1,), say=lambda line: None).rows
     wrong = gpu.linear.forward
     monkeypatch.setattr(gpu.linear, "forward", lambda *args: -wrong(*args))
     with pytest.raises(RuntimeError, match="own tile is wrong: row 0, column 0"):
         tune.tune(CPU, [PRODUCT], rows=(1,), say=lambda line: None)
+    (found,) = tune.verify(row, CPU, seed=0)  # for doctor a failed check
+    assert "own tile is wrong: row 0, column 0" in found

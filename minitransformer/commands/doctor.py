@@ -16,10 +16,13 @@ import argparse
 from minitransformer.commands import common
 from minitransformer.errors import InputError
 
+MOST_ROWS = 16384
+
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--tune", action="store_true", help="prove, time and choose; writes the user's table")
-    command.add_argument("--rows", type=int, nargs="+", metavar="M", help="of --tune: numbers of tokens (1 to 16384)")
+    tokens = f"of --tune: numbers of tokens (1 to {MOST_ROWS})"
+    command.add_argument("--rows", type=int, nargs="+", metavar="M", help=tokens)
     command.add_argument("--seconds", type=float, default=300, metavar="S", help="of --tune: begin nothing later (300)")
     command.add_argument("--seed", type=int, metavar="S", help="of the operands (default: a new one each time)")
     command.add_argument("--table", action="store_true", help="show the table's rows, not the checks alone")
@@ -31,6 +34,14 @@ def run(args: argparse.Namespace) -> int:
     common.check_output(args.json)
     if args.rows is not None and min(args.rows) < 1:
         raise InputError(f"--rows {min(args.rows)}: must be at least 1")
+    if args.rows is not None and max(args.rows) > MOST_ROWS:
+        raise InputError(f"--rows {max(args.rows)}: must be at most {MOST_ROWS}")
+    if not args.seconds > 0:
+        raise InputError(f"--seconds {args.seconds:g}: must be above 0")
+    if args.seed is not None and not 0 <= args.seed < 1 << 63:
+        raise InputError(f"--seed {args.seed}: must be 0 to 2^63 - 1")
+    if args.rows is not None and not args.tune:
+        raise InputError("--rows is for --tune; add that, or leave it out")
     from minitransformer.devices import allow_unverified
     from minitransformer.tuning import checks
 
@@ -55,9 +66,16 @@ def _tune(args: argparse.Namespace, seed: int) -> None:
         raise InputError("--tune needs an NVIDIA GPU; this machine has none that torch can use")
     from minitransformer.ops.gpu import choice
     from minitransformer.tuning import table, tune
+    from minitransformer.tuning.subject import WrongReference
 
-    made = tune.tune(torch.device("cuda", 0), rows=args.rows or tune.ROWS, seed=seed, seconds=args.seconds)
     path = table.user_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    common.check_output(path)  # before minutes of work
+    try:
+        made = tune.tune(torch.device("cuda", 0), rows=args.rows or tune.ROWS, seed=seed, seconds=args.seconds)
+    except WrongReference as error:
+        print(f"no table is written: {error}")
+        return
     try:
         before = table.read(path) if path.exists() else None
     except InputError as error:

@@ -94,9 +94,7 @@ def _choices(home: torch.device, facts: dict, seed: int, say: Callable[[str], No
     """The tables' candidates on fresh operands."""
     from minitransformer.tuning import tune
 
-    for path in (table.user_path(), table.SHIPPED):
-        if not path.exists():
-            continue
+    for path in table.paths():
         try:
             one = table.read(path)
         except InputError as error:

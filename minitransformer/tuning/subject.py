@@ -15,6 +15,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TOP_K = 8  # slots a token where experts are timed
 
 
+class WrongReference(RuntimeError):
+    """The tile that candidates are compared with has not the CPU's bits on this GPU."""
+
+
 class Subject:
     """A product with M rows on a GPU: its cases, its candidates, and how long one takes."""
 
@@ -46,13 +50,13 @@ class Subject:
         return gpu.linear.forward(x, w, DTYPES[self.product.out], gpu.linear.REFERENCE)
 
     def cases(self, seed: int, kinds: Sequence[str] = proof.KINDS, on_cpu: bool = True) -> Iterator[Case]:
-        """RuntimeError if the reference has not the CPU's bits in some rows."""
+        """WrongReference if the reference has not the CPU's bits in some rows."""
         for i, kind in enumerate(kinds):
             operands = self.operands(kind, seed + i)
             want = self.reference(*operands)
             unlike = self._against_cpu(operands, want) if on_cpu else None
             if unlike is not None:
-                raise RuntimeError(f"{self.product}, {self.M} rows, {kind}: the GPU's own tile is wrong: {unlike}")
+                raise WrongReference(f"{self.product}, {self.M} rows, {kind}: the GPU's own tile is wrong: {unlike}")
             yield Case(kind, operands, want)
 
     def _against_cpu(self, operands: tuple, want: Tensor) -> proof.Difference | None:

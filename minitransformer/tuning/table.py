@@ -155,22 +155,43 @@ def _row(item: dict[str, Any]) -> Row:
     tile = item.get("tile")
     fields = item | {"product": Product(**item["product"]), "tile": None if tile is None else tuple(map(int, tile))}
     row = Row(**fields)
-    if type(row.M) is not int or row.M < 1 or (row.library is not None and row.library_ms is None):
+    timed = ((row.tile, row.tile_ms), (row.library, row.library_ms))
+    good = type(row.M) is int and row.M > 0 and type(row.library) in (str, type(None))
+    good &= all(type(ms) in (int, float) if what is not None else ms is None for what, ms in timed)
+    if not good or (row.tile is not None and not _is_tile(row.tile)):
         raise ValueError(f"a bad row {item}")
     return row
 
 
+def _is_tile(tile: tuple[int, ...]) -> bool:
+    """Fields of tiles.Tile: powers of two, warps, stages, up to four flags."""
+    sizes, flags = tile[:5], tile[5:]
+    powers = all(n & (n - 1) == 0 for n in sizes[:3])
+    return len(sizes) == 5 and min(sizes) > 0 and powers and len(flags) <= 4 and set(flags) <= {0, 1}
+
+
 def user_path() -> Path:
-    """Where `doctor --tune` writes."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minitransformer" / "tuning.json"
+    """Where `doctor --tune` writes. InputError for a user without a home."""
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        raise InputError("this user has no home directory for a table; set XDG_CACHE_HOME to a folder") from None
+    return cache / "minitransformer" / "tuning.json"
+
+
+def paths() -> list[Path]:
+    """The files that there are: the user's, then the one that comes with the package."""
+    try:
+        found = [user_path(), SHIPPED]
+    except InputError:
+        found = [SHIPPED]
+    return [path for path in found if os.path.exists(path)]  # not Path.exists, which raises where it may not look
 
 
 def tables() -> list[Table]:
-    """The user's table, then the one that comes with the package. One that can't be read is told and left out."""
+    """Those of paths(). One that can't be read is told and left out."""
     found = []
-    for path in (user_path(), SHIPPED):
-        if not path.exists():
-            continue
+    for path in paths():
         try:
             found.append(read(path))
         except InputError as error:

@@ -8,7 +8,7 @@ import torch
 from minitransformer.ops import gpu
 from minitransformer.tuning import machine, proof
 from minitransformer.tuning.judge import Verdict, fastest, judge
-from minitransformer.tuning.subject import TOP_K, Subject, tile_name
+from minitransformer.tuning.subject import TOP_K, Subject, WrongReference, tile_name
 from minitransformer.tuning.table import Product, Proven, Row, Table
 
 # The widths of Qwen3-30B-A3B: qkv, o, router, both products of an expert alone, lm_head; then the experts.
@@ -125,5 +125,8 @@ def verify(row: Row, home: torch.device, seed: int) -> list[str]:
     subject = Subject(row.product, row.M, home)
     named = [subject.of_tile(row.tile)] if row.tile is not None else []
     named += [c for c in subject.libraries() if row.by_library and c.library == row.library]
-    verdicts = judge(named, subject.cases(seed, ("normal", "mixed"), on_cpu=row.M in (1, TOP_K)))
+    try:
+        verdicts = judge(named, subject.cases(seed, ("normal", "mixed"), on_cpu=row.M in (1, TOP_K)))
+    except WrongReference as error:
+        return [str(error)]
     return [f"{row.product}, {row.M} rows: {v.candidate.name}: {v.refused}" for v in verdicts if v.refused]

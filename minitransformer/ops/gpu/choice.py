@@ -44,11 +44,19 @@ def _find(home: torch.device, product: Product, M: int) -> Choice:
         found = one.choice(product, M)
         if found is None:
             continue
+        if found.library is not None and found.library not in _libraries(product):  # of a version with others
+            found = Choice(found.tile)
         if differences:
             _warn(str(one.path), "; ".join(differences))
             found = found._replace(proven=False)
         return found
     return NOTHING
+
+
+def _libraries(product: Product) -> dict:
+    from minitransformer.ops.gpu import library  # which builds on this file
+
+    return library.GROUPED if product.op.startswith("grouped_linear") else library.DENSE
 
 
 def of(home: torch.device, product: Product, M: int) -> Choice:
