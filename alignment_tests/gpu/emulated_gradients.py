@@ -78,13 +78,14 @@ def _mxfp8() -> Iterator[tuple[str, int]]:
     ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     plan = dispatch.plan(ids[inputs.integers(5, 1 << 40, len(ids)).argsort()].view(-1, 2), len(counts))
     R, shape = sum(counts), (len(counts), N, K)
+    tiles = kernels.DX_CANDIDATES[0], kernels.WEIGHTED_CANDIDATES[0], None  # what an interpreter knows
     for kind in ("normal", "tiny"):
         dy, x, w = VALUES[kind](6, R, N), VALUES[kind](7, R, K), VALUES[kind](8, *shape)
         for weights in (None, inputs.normal(9, *plan.rows_TK.shape).abs()):
             args = dy, x, w, plan, weights, True
             want = [y for y in grouped_linear.backward(*args, "mxfp8") if y is not None]
-            got = [y for y in kernels.backward(*args, backward_format="mxfp8") if y is not None]
-            yield f"mxfp8 {kind} weighted {weights is not None}", wrong(got, want)
+            got = kernels.backward(*args, tiles, "mxfp8")
+            yield f"mxfp8 {kind} weighted {weights is not None}", wrong([y for y in got if y is not None], want)
 
 
 def _grouped() -> Iterator[tuple[str, int]]:
