@@ -1,7 +1,6 @@
 """The law of the GPU for 4-bit and 8-bit experts: quantisers, and products in every form and schedule."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +10,8 @@ from alignment_tests.goldens import quantised
 from alignment_tests.gpu.test_agrees import COUNTS, plan_of
 from alignment_tests.gpu.values import BF16, VALUES, agree, exponents
 from minitransformer.errors import InputError
-from minitransformer.models.qwen3_moe.experts import QuantisedExperts, no_trace
 from minitransformer.ops import dispatch, gpu, mxfp8, nvfp4, swiglu
 from minitransformer.ops import quantised_linear as op
-from minitransformer.recipe import get
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = [
@@ -209,6 +206,13 @@ def activations(kind: str, R: int, K: int) -> tuple[torch.Tensor, torch.Tensor |
     return VALUES[kind](9, R, K), None
 
 
+def packed_schedules(K: int) -> list[tuple]:
+    """(product, schedule) of every way to multiply by a packed weight."""
+    forms = gpu.quantised_linear
+    few = [(forms.packed_product, schedule) for schedule in forms.PACKED_CANDIDATES if schedule.fits(K)]
+    return [*few, *((forms.many_product, tile) for tile in forms.MANY_CANDIDATES)]
+
+
 ACTIVATIONS = ["nvfp4", "mxfp8", "normal", "wide", "tiny", "special"]
 
 
@@ -234,13 +238,8 @@ def test_quantised_linear(N, K, counts, kind):
         for tile in {gpu.grouped_linear.choose(4 * average, 4, N) for average in (1, 16, 64, 512)}:
             got = gpu.quantised_linear.many_product(*on_gpu, decoded.cuda(), outer, on, out_dtype, tile)
             agree([got], [want], f"{out_dtype} {tile}")
-        for tile in gpu.quantised_linear.MANY_CANDIDATES:
-            got = gpu.quantised_linear.many_product(*on_gpu, packed, outer, on, out_dtype, tile)
-            agree([got], [want], f"{out_dtype} {tile}")
-        for schedule in gpu.quantised_linear.PACKED_CANDIDATES:
-            if schedule.fits(K):
-                got = gpu.quantised_linear.packed_product(*on_gpu, packed, outer, on, out_dtype, schedule)
-                agree([got], [want], f"{out_dtype} {schedule}")
+        for product, schedule in packed_schedules(K):
+            agree([product(*on_gpu, packed, outer, on, out_dtype, schedule)], [want], f"{out_dtype} {schedule}")
 
 
 def test_millions_of_outputs():
@@ -252,41 +251,11 @@ def test_millions_of_outputs():
     x, scale = x.cuda(), scale.cuda()
     w = nvfp4.decode(q).cuda()
     want = gpu.quantised_linear.many_product(x, scale, w, outer, plan, FP32, gpu.grouped_linear.choose(T * E, E, N))
-    for schedule in gpu.quantised_linear.PACKED_CANDIDATES:
-        if schedule.fits(K):
-            got = gpu.quantised_linear.packed_product(x, scale, packed, outer, plan, FP32, schedule)
-            assert torch.equal(got.view(torch.int32), want.view(torch.int32)), schedule
-    for tile in gpu.quantised_linear.MANY_CANDIDATES:
-        got = gpu.quantised_linear.many_product(x, scale, packed, outer, plan, FP32, tile)
-        assert torch.equal(got.view(torch.int32), want.view(torch.int32)), tile
+    for product, schedule in packed_schedules(K):
+        got = product(x, scale, packed, outer, plan, FP32, schedule)
+        assert torch.equal(got.view(torch.int32), want.view(torch.int32)), schedule
     rows = torch.arange(0, T * E, T)
     small = plan_of([1] * E, 1, seed=11)
     small = type(small)(torch.arange(E), torch.arange(E)[:, None], torch.arange(E + 1))
     want_rows = op.forward(x.cpu()[rows], scale.cpu()[rows], w.cpu(), q.outer, small, FP32)
     agree([want[rows.cuda()]], [want_rows], "decoded against the CPU")
-
-
-def test_kernels_that_begin_early_wait_for_their_rows():
-    """A captured chain of layers, its buffers used again from layer to layer, against layers with a pause between."""
-    E, D, F, T = 64, 512, 256, 3
-    shapes = {"gate_up": (E, 2 * F, D), "down": (E, D, F)}
-    mlp = SimpleNamespace(**{name: SimpleNamespace(weight=inputs.bf16(30 + i, *shape).cuda())
-                             for i, (name, shape) in enumerate(shapes.items())})  # fmt: skip
-    leaf, x = QuantisedExperts(get("nvfp4_per_token")), inputs.bf16(32, T, D).cuda()
-    routed = inputs.normal(33, T, 4).abs().cuda()
-    plans = [dispatch.plan(inputs.integers(34 + i, E, T, 4).cuda(), E) for i in range(8)]
-
-    def layers(note) -> list[torch.Tensor]:
-        return [leaf(mlp, x, plan, routed, note) for plan in plans]
-
-    with torch.no_grad():
-        want, graph = layers(lambda *stage: torch.cuda.synchronize()), torch.cuda.CUDAGraph()
-        layers(no_trace)  # compiles
-        with torch.cuda.graph(graph):
-            got = layers(no_trace)
-        for _ in range(50):
-            for y in got:
-                y.fill_(torch.nan)
-            graph.replay()
-            for i, (a, b) in enumerate(zip(got, want, strict=True)):
-                assert torch.equal(a.view(torch.int16), b.view(torch.int16)), f"layer {i}"

@@ -88,6 +88,19 @@ def _produce(
 
 
 @gluon.jit
+def _scaled(
+    acc, row, end, column, expert, N, row_scale_ptr, weight_scale_ptr, SHIFT: gl.constexpr, layout: gl.constexpr
+):
+    """fl(acc * fl(row scale * weight scale)), the accumulator times 2^19 first if SHIFT."""
+    if SHIFT:
+        acc = acc * 524288.0
+    rows = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
+    columns = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
+    outer = gl.load(weight_scale_ptr + expert * N + columns, mask=columns < N, other=0.0)
+    return acc * (gl.load(row_scale_ptr + rows, mask=rows < end, other=0.0)[:, None] * outer[None, :])
+
+
+@gluon.jit
 def _consume(
     which, ring, sizes, pointers, TURNED: gl.constexpr, DEEP: gl.constexpr, GROUPED: gl.constexpr, END: gl.constexpr
 ):  # fmt: skip
@@ -136,13 +149,8 @@ def _consume(
         round_ += 1
         if END == WEIGHTED:
             acc = acc * weights[:, None]  # fl: the routing weight in FP32
-        if END == SHIFTED:
-            acc = acc * 524288.0
         if OUTER:
-            rows = row + gl.arange(0, TILE_M, gl.SliceLayout(1, layout))
-            columns = column + gl.arange(0, TILE_N, gl.SliceLayout(0, layout))
-            outer = gl.load(order_ptr + expert * N + columns, mask=columns < N, other=0.0)
-            acc = acc * (gl.load(weights_ptr + rows, mask=rows < end, other=0.0)[:, None] * outer[None, :])
+            acc = _scaled(acc, row, end, column, expert, N, weights_ptr, order_ptr, END == SHIFTED, layout)
         if y_ptr.dtype.element_ty == gl.bfloat16:
             out: gl.constexpr = whole_lines(TILE_N)
             y = gl.convert_layout(to_bf16(acc, DEEP or OUTER), out)
