@@ -25,7 +25,6 @@ from alignment_tests.gpu.row_cases import rows
 from minitransformer.ops.gpu import (
     attention,
     attention_decode,
-    attention_prefill,
     attention_tiles,
     device,
     grouped_linear,
@@ -142,23 +141,14 @@ def _attention() -> Iterator[Case]:
                 yield Case(name, kernel, ATTENTION, constants, schedule.warps, schedule.stages)
 
 
-def _attention_rings() -> Iterator[Case]:
-    for schedule in (s for s in attention.CANDIDATES if not isinstance(s, attention.Schedule)):
+def _attention_decode() -> Iterator[Case]:
+    for schedule in (s for s in attention.CANDIDATES if isinstance(s, attention.Decode)):
         for group, head in ((8, 128), (3, 64)):
             name = f"attention {head} {schedule}"
-            if isinstance(schedule, attention.Decode):
-                for split in (False, True):
-                    constants = (group, head, attention.KEY_TILE, attention.SEGMENT, schedule.tiles, split)
-                    split_name = f"{name}{' split' if split else ''}"
-                    yield Case(split_name, attention_decode.decode_kernel, ATTENTION, constants, schedule.tiles, 1)
-            else:
-                layout = gl.NVMMASharedLayout.get_default_for([attention.KEY_TILE, head], gl.bfloat16)
-                keys = f"tensordesc<bf16[{attention.KEY_TILE}, {head}],{layout!r}>"
-                types = ("*bf16", keys, keys, "*i64", "*i32", "*i32", "*bf16", "*fp32", "*fp32", "fp32", "i32!", "i32!",
-                         "i32!")  # fmt: skip
-                flags = (*device.STRICT.items(), ("maxnreg", 168))
-                constants = (group, attention.SEGMENT, schedule.stages)
-                yield Case(name, attention_prefill.prefill_kernel, types, constants, 4, 1, flags)
+            for split in (False, True):
+                constants = (group, head, attention.KEY_TILE, attention.SEGMENT, schedule.tiles, split)
+                split_name = f"{name}{' split' if split else ''}"
+                yield Case(split_name, attention_decode.decode_kernel, ATTENTION, constants, schedule.tiles, 1)
 
 
 def _fold() -> Iterator[Case]:
@@ -175,7 +165,7 @@ def row_cases() -> list[Case]:
 
 def tensor_core_cases() -> list[Case]:
     return [
-        *_linear(), *_grouped_linear(), *_gradients(), *_attention(), *_attention_rings(), *_fold(),
+        *_linear(), *_grouped_linear(), *_gradients(), *_attention(), *_attention_decode(), *_fold(),
         *(Case(*case) for case in (*backward_cases.products(), *quantised_cases.products())),
     ]  # fmt: skip
 

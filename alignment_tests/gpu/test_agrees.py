@@ -170,6 +170,20 @@ def test_attention_of_a_packed_batch_over_segments():
         agree(gpu.attention.forward(q, k, v, batch, schedule), want, str(schedule))
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [HEADS[0], HEADS[2]])
+def test_attention_does_not_see_another_sequences_nan(heads, kv_heads, width):
+    """Keys and values that lie behind a sequence's own in its last tile of 64 and in the one after it."""
+    lengths = [100, 5, 90, 64]
+    q, k, v = qkv(sum(lengths), heads, kv_heads, width, seed=46)
+    k[100:105] = v[100:105] = torch.nan
+    batch = Batch.packed([[0] * n for n in lengths])
+    rows = torch.tensor([s for s in range(sum(lengths)) if not 100 <= s < 105])
+    want = [x[rows] for x in attention.forward(q, k, v, batch)]
+    q, k, v, batch = q.cuda(), k.cuda(), v.cuda(), batch.to("cuda")
+    for schedule in schedules(heads, kv_heads, width, max(lengths)):
+        agree([x.cpu()[rows] for x in gpu.attention.forward(q, k, v, batch, schedule)], want, str(schedule))
+
+
 def test_repeats():
     x, w = inputs.bf16(50, 300, 768).cuda(), inputs.bf16(51, 512, 768).cuda()
     first = linear.forward(x, w, FP32)

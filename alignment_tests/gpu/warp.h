@@ -14,7 +14,7 @@ using std::min;
 #define __device__
 #define __global__
 #define __forceinline__ inline
-#define __launch_bounds__(n)
+#define __launch_bounds__(...)
 
 struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
@@ -82,6 +82,7 @@ static unsigned short nearest_bf16(float value) {
 
 // One step of hopper-k16-f25 for normal numbers: exact terms, truncated to 2^(E - 25), added, truncated to 24 bits.
 static float chain_step(float c, const float *a, const float *b) {
+    if (std::isnan(c)) return c;
     for (int k = 0; k < 16; k++)
         if (std::isnan(a[k] * b[k])) return NAN;  // a column past the rows, which nobody stores
     int top = c == 0 ? -1000 : std::ilogb(c);
@@ -136,8 +137,8 @@ static bool arrived(unsigned barrier) {
 
 // Every thread of every block, block after block; shared memory starts as NaN.
 template <class Kernel> static void launch(int blocks, int threads, int shared, Kernel kernel) {
-    std::vector<char> memory(shared + 16);
-    block_memory = memory.data() + (16 - (size_t)memory.data() % 16) % 16;
+    std::vector<char> memory(shared + 1024);
+    block_memory = memory.data() + (1024 - (size_t)memory.data() % 1024) % 1024;
     for (int block = 0; block < blocks; block++) {
         memset(block_memory, 0xFF, shared);
         whole_block = std::make_unique<std::barrier<>>(threads);

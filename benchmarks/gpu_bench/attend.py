@@ -59,10 +59,7 @@ def _measure(batch: Batch, q, k, v, peers: dict) -> dict:
     o = attention.forward(q, k, v, on)[0]
     longest = max(b - a for a, b in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False))
     tiles = [s for s in gpu.attention.CANDIDATES if gpu.attention.fits(s, longest, HEADS // KV_HEADS, WIDTH)]
-    if longest > 1:  # tiles of few rows are for few queries, the ring of long prompts for many
-        tiles = [s for s in tiles if not isinstance(s, gpu.attention.Schedule) or s.rows >= 64]
-    else:
-        tiles = [s for s in tiles if not isinstance(s, gpu.attention.Prefill)]
+    tiles = [s for s in tiles if isinstance(s, gpu.attention.Prefill) == (longest > 1)]
     times = schedules(
         tiles,
         lambda s: gpu.attention.forward(q, k, v, on, s)[0],

@@ -5,6 +5,7 @@ Both libraries come with torch's CUDA builds (NVRTC) and with the GPU's driver; 
 
 import ctypes
 import hashlib
+import re
 from collections.abc import Iterable
 from functools import lru_cache, partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 from triton.runtime.cache import get_cache_manager
 
 from minitransformer.errors import UnsupportedDevice
-from minitransformer.ops.gpu.launch import watching
+from minitransformer.ops.gpu.launch import Window, watching
 
 OPTIONS = ("--fmad=false", "--std=c++17")  # no contraction; subnormals are kept unless -ftz is given
 _MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -49,10 +50,16 @@ def _done(code: int, library: ctypes.CDLL, what: str) -> None:
         raise RuntimeError(f"{what}: error {code} {(text.value or b'').decode()}")
 
 
+def source_of(file: str) -> str:
+    """The text of ops/gpu/<file> with the files of that folder that it includes."""
+    text = Path(__file__).with_name(file).read_text()
+    return re.sub(r'^#include "([\w.]+)"$', lambda found: source_of(found.group(1)), text, flags=re.M)
+
+
 @lru_cache(maxsize=256)
-def compile_source(file: str, defines: tuple[tuple[str, int], ...], architecture: str = "sm_90") -> bytes:
+def compile_source(file: str, defines: tuple[tuple[str, int], ...], architecture: str = "sm_90a") -> bytes:
     """Machine code of ops/gpu/<file> with these macros, from Triton's cache on disk if it was made before."""
-    nvrtc, source = _nvrtc(), Path(__file__).with_name(file).read_bytes()
+    nvrtc, source = _nvrtc(), source_of(file).encode()
     options = [*OPTIONS, f"--gpu-architecture={architecture}", *(f"-D{name}={value}" for name, value in defines)]
     version = [ctypes.c_int(), ctypes.c_int()]
     nvrtc.nvrtcVersion(*map(ctypes.byref, version))
@@ -88,7 +95,8 @@ def kernel(home: torch.device, file: str, name: str, defines: tuple[tuple[str, i
     torch.cuda.current_stream(home)  # there is a context to load into
     driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
     major, minor = torch.cuda.get_device_capability(home)  # 9.0, or what --allow-unverified lets through
-    code = compile_source(file, defines, f"sm_{major}{minor}")
+    # a: Hopper's own instructions, such as products of four warps.
+    code = compile_source(file, defines, f"sm_{major}{minor}{'a' if major == 9 else ''}")
     _done(driver.cuModuleLoadData(ctypes.byref(module), code), driver, file)
     _done(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), driver, name)
     if shared > 48 << 10:
@@ -111,9 +119,11 @@ class _Config(ctypes.Structure):
 
 
 def launch(
-    function, blocks: int, threads: int, shared: int, arguments: Iterable[Tensor | int | None], early: bool = False
-) -> None:
-    """On the current stream of the current GPU. A tensor is its pointer, None a null pointer, an int an `int`.
+    function, blocks: int, threads: int, shared: int, arguments: Iterable[Tensor | Window | int | float | None],
+    early: bool = False,
+) -> None:  # fmt: skip
+    """On the current stream of the current GPU. A tensor is its pointer, None a null pointer, an int an `int`, a float
+    a `float`, a window of BF16 [rows, columns] the copy engine's map: zeros outside, blocks swizzled by 128 bytes.
 
     early: the kernel may begin before the one in front of it has ended (programmatic dependent launch), and waits by
     griddepcontrol.wait where it must.
@@ -121,11 +131,33 @@ def launch(
     if watching() is not None:
         arguments = list(arguments)
         watching().launched(partial(launch, function, blocks, threads, shared, early=early), arguments)
-    values = [ctypes.c_int(a) if isinstance(a, int) else ctypes.c_void_p(None if a is None else a.data_ptr())
-              for a in arguments]  # fmt: skip
+    values = [_value(a) for a in arguments]
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
     stream = torch.cuda.current_stream().cuda_stream
     attribute = _Attribute(_DEPENDENT_LAUNCH, 0, 1)
     config = _Config(blocks, 1, 1, threads, 1, 1, shared, stream, ctypes.pointer(attribute), int(early))
     code = _driver().cuLaunchKernelEx(ctypes.byref(config), function, pointers, None)
     _done(code, _driver(), f"launch of {blocks} blocks of {threads} threads")
+
+
+def _value(argument) -> ctypes._SimpleCData | ctypes.Array:
+    if type(argument) is Window:
+        return _map(argument.tensor.data_ptr(), tuple(argument.tensor.shape), argument.block)
+    if isinstance(argument, int | float):
+        return (ctypes.c_int if isinstance(argument, int) else ctypes.c_float)(argument)
+    return ctypes.c_void_p(None if argument is None else argument.data_ptr())
+
+
+@lru_cache(maxsize=4096)
+def _map(at: int, shape: tuple[int, int], block: tuple[int, int]) -> ctypes.Array:
+    """A map says where and what shape, so one address has one map, whoever owns it."""
+    memory = (ctypes.c_uint64 * 24)()
+    place = (ctypes.c_uint64 * 16).from_buffer(memory, -ctypes.addressof(memory) % 64)
+    sizes, stride = (ctypes.c_uint64 * 2)(*reversed(shape)), (ctypes.c_uint64 * 1)(2 * shape[1])
+    box, steps = (ctypes.c_uint32 * 2)(*reversed(block)), (ctypes.c_uint32 * 2)(1, 1)
+    bf16, swizzle_128, fetch_256 = 9, 3, 3
+    code = _driver().cuTensorMapEncodeTiled(
+        place, bf16, 2, ctypes.c_void_p(at), sizes, stride, box, steps, 0, swizzle_128, fetch_256, 0
+    )
+    _done(code, _driver(), f"a map of {shape}")
+    return place

@@ -1,0 +1,95 @@
+"""attention_prefill.cu's own text on a CPU (warpgroup.h): its PTX becomes calls, everything else stays as it is.
+
+A product is done where it is asked for and a tile is there when its load returns, so values, masks, orders, addresses,
+descriptors and the counting of barriers are checked; that nothing is touched while it is under way is not.
+"""
+
+import ctypes
+import re
+import shutil
+import subprocess
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from minitransformer.batch import Batch
+from minitransformer.ops.attention import _scale
+from minitransformer.ops.gpu import attention_prefill as prefill
+from minitransformer.ops.gpu import cuda
+from minitransformer.ops.gpu.attention import Prefill
+from minitransformer.ops.rounding import ex2_table
+
+HERE = Path(__file__).parent
+# The start of an instruction's text -> the call that stands for it.
+CALLS = {
+    "mbarrier.init": "barrier_init(address(barrier), count);",
+    "mbarrier.arrive.shared": "barrier_arrive(address(barrier), 0);",
+    "mbarrier.arrive.expect_tx": "barrier_arrive(address(barrier), bytes);",
+    "{.reg .pred p; mbarrier.test_wait": "done = barrier_passed(address(barrier), parity);",
+    "{.reg .pred done": "barrier_wait(address(barrier), parity);",
+    "cp.async.bulk.tensor.2d": "copy_tile(address(to), map->words, column, row, address(barrier));",
+    "{.reg .pred p; setp.ne.b32 p, %2, 0": "if (valid) memcpy(at, &bits, 4);",
+    "{.reg .pred p; setp.ne.b32 p, %34": "wgmma(d, a, b, more);",
+    "cp.async.cg.shared.global": "memcpy(to, from, 16);",
+    "{.reg .pred p; setp.ne.b32": "wgmma(d, a, b, more, TURNED);",
+    "ex2.approx.ftz": "y = ex2(x);",
+    "cvt.rn.bf16x2": "pair = pack_bf16(low, high);",
+    "ld.global.nc.u32": "memcpy(&pair, at, 4);",
+    "bar.sync %0, 128": "four().barrier.arrive_and_wait();",
+}
+NOTHING = ("wgmma.", "fence.", "setmaxnreg", "cp.async.wait_all")
+ENTRY = """
+extern "C" void run(int blocks, int shared, const float *table, const TensorMap *k, const TensorMap *v,
+        const u16 *q,
+        const i64 *positions, const int *bounds, const int *starts, u16 *o, float *m, float *l, float scale, int heads,
+        int pairs, int items) {
+    exp2_table = table;
+    launch(blocks, 384, shared, [=] {
+        gridDim.x = blocks;
+        prefill(*k, *v, q, positions, bounds, starts, o, m, l, scale, heads, pairs, items);
+    });
+}
+"""
+
+
+def host_text(text: str) -> str:
+    """The kernel's text without PTX; an instruction that has no call here is an error."""
+
+    def call(match: re.Match) -> str:
+        start = match.group(1)
+        if not start or start.startswith(NOTHING):
+            return ";"
+        return next(call for name, call in CALLS.items() if start.startswith(name))
+
+    text = re.sub(r'asm(?: volatile)?\(\s*"([^"]*)".*?\);', call, text, flags=re.S)
+    text = text.replace("extern __shared__ __align__(1024) char memory[];", "char *memory = block_memory;")
+    text = text.replace("(u32)__cvta_generic_to_shared(p)", "(u32)((const char *)p - block_memory)")
+    return '#include "warpgroup.h"\n' + text + ENTRY
+
+
+@lru_cache
+def library(folder: str, text: str, group: int, width: int, schedule: Prefill) -> ctypes.CDLL:
+    stem = Path(folder) / f"prefill{abs(hash((text, group, width, schedule)))}"
+    stem.with_suffix(".cpp").write_text(host_text(text))
+    options = ["-std=c++20", "-O2", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", "-w", f"-I{HERE}"]
+    options += [f"-D{name}={value}" for name, value in prefill.defines(group, width, *schedule)]
+    subprocess.run([shutil.which("g++"), *options, "-o", stem.with_suffix(".so"), stem.with_suffix(".cpp")], check=True)
+    return ctypes.CDLL(str(stem.with_suffix(".so")))
+
+
+def forward(folder, q: Tensor, k: Tensor, v: Tensor, batch: Batch, programs: int, schedule: Prefill, text=None):
+    """As gpu.attention.forward by `programs` blocks, on CPU tensors; k, v: the sequences' keys one after another."""
+    (T, N, H), G = q.shape, k.shape[1]
+    run = library(str(folder), text or cuda.source_of(prefill.SOURCE), N // G, H, schedule).run
+    outputs = torch.full_like(q, torch.nan), torch.full((T, N), torch.nan), torch.full((T, N), torch.nan)
+    begin = 0, *accumulate(batch.kv_lens)
+    bounds, starts = (torch.tensor(x, dtype=torch.int32) for x in (batch.cu_seqlens, begin))
+    maps = [(ctypes.c_uint64 * 16)(x.data_ptr(), len(x), G * H) for x in (k, v)]
+    pointers = [ctypes.c_void_p(x.data_ptr()) for x in (q, batch.positions_T, bounds, starts, *outputs)]
+    items = -(-int(bounds.diff().max()) // (prefill.ROWS // (N // G) * 2))
+    run(programs, prefill.shared(H, schedule.q_shared), ctypes.c_void_p(ex2_table().ctypes.data), *maps, *pointers,
+        ctypes.c_float(float(_scale(H))), N, batch.num_sequences * G, items)  # fmt: skip
+    return outputs

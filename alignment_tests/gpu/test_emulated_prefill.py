@@ -1,0 +1,71 @@
+"""The CUDA C++ of attention for many queries on a CPU: the bits of attention, and faults in its text that are seen."""
+
+import shutil
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed: its package holds the kernel's launch")
+if shutil.which("g++") is None:
+    pytest.skip("no g++ to compile the emulation with", allow_module_level=True)
+
+from alignment_tests import inputs
+from alignment_tests.bits import assert_bits_equal
+from alignment_tests.gpu import emulated_prefill as emulated
+from minitransformer.batch import Batch
+from minitransformer.ops import attention
+from minitransformer.ops.gpu import attention_prefill, cuda
+from minitransformer.ops.gpu.attention import Prefill
+
+# Query heads and head size, per sequence how many keys lie before its queries and how many queries, programs, schedule.
+CASES = {
+    "several sequences, two programs": (3, 64, [(0, 100), (0, 1), (130, 66)], 2, Prefill(8, True)),
+    "128 wide, an odd number of tiles": (8, 128, [(120, 17), (0, 3)], 1, Prefill(8, False)),
+    "three segments": (8, 64, [(2040, 16), (1000, 30)], 1, Prefill(32, False)),
+    "one head, a sequence of one tile": (1, 64, [(0, 64), (3, 5)], 3, Prefill(32, True)),
+    "128 wide, queries in shared memory": (8, 128, [(50, 20), (0, 3)], 1, Prefill(32, True)),
+}
+
+
+def check(folder, case: str, text: str | None = None) -> None:
+    group, H, parts, programs, schedule = CASES[case]
+    keys, queries = [a + n for a, n in parts], [n for _, n in parts]
+    starts = [sum(keys[:s]) for s in range(len(keys))]
+    tables = [list(range(start, start + n)) for start, n in zip(starts, keys, strict=True)]
+    batch = Batch.paged([[0] * n for n in queries], [a for a, _ in parts], tables, 1)
+    q, k, v = (inputs.bf16(i, n, h, H) for i, n, h in ((1, sum(queries), group), (2, sum(keys), 1), (3, sum(keys), 1)))
+    v[: starts[1] // 2] = 0  # a quotient that the quick division leaves
+    v[starts[1] : starts[1] + keys[1]] = torch.nan  # which no other sequence may see
+    wanted = torch.tensor([s != 1 for s, n in enumerate(queries) for _ in range(n)])
+    got, want = emulated.forward(folder, q, k, v, batch, programs, schedule, text), attention.forward(q, k, v, batch)
+    for a, b, what in zip(got, want, "oml", strict=True):
+        assert_bits_equal(a[wanted], b[wanted], f"{case}, {what}")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_has_the_bits_of_the_spec(case, tmp_path):
+    check(tmp_path, case)
+
+
+# A fault in the text: what it replaces, by what, and the case that must see it.
+FAULTS = {
+    "a key too few": ("% 2 > position", "% 2 >= position", "128 wide, an odd number of tiles"),
+    "another order of the row sum": ("sum[h], 2)", "sum[h], 3)", "128 wide, an odd number of tiles"),
+    "the sum of rounded weights": ("] += s[i];", "] += bf16(nearest_bf16(s[i]));", "three segments"),
+    "one segment": ("t % SEGMENT == 0", "t == 0", "three segments"),
+    "a segment's factor for both": ("o[i] * now[i / 2 % 2]", "o[i] * old[i / 2 % 2]", "three segments"),
+    "another sequence's values": ("if ((t + 1) * KEYS > keys) clear(t);", "", "several sequences, two programs"),
+    "a row of queries in another's place": ("^ r % 8) * 16", "^ r % 4) * 16", "128 wide, queries in shared memory"),
+    "the second half of the head": ("| 8192 >> 4 << 16", "| 4096 >> 4 << 16",
+                                    "128 wide, an odd number of tiles"),
+}  # fmt: skip
+
+
+@pytest.mark.slow  # a compilation each
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_the_text_is_seen(fault, tmp_path):
+    before, after, case = FAULTS[fault]
+    text = cuda.source_of(attention_prefill.SOURCE)
+    assert before in text, "the text has changed: name the fault again"
+    with pytest.raises(AssertionError, match="differ"):
+        check(tmp_path, case, text.replace(before, after))

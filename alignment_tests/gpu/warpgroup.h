@@ -1,0 +1,135 @@
+// Beside warp.h, what attention_prefill.cu names in PTX: products of four warps that read a tile in shared memory as it
+// lies there, swizzled, loads by the copy engine, and barriers that count. A product is done where it is asked for.
+#include "warp.h"
+#include <atomic>
+#include <map>
+#include <mutex>
+using std::max;
+#define __align__(n) alignas(n)
+#define __grid_constant__
+#define INFINITE_WAIT 200000000
+
+struct float4 { float x, y, z, w; };
+static thread_local Index gridDim;
+static const float *exp2_table;  // T of rounding.py
+static float __shfl_sync(unsigned all, float value, int source) {
+    int bits;
+    memcpy(&bits, &value, 4);
+    bits = __shfl_sync(all, bits, source);
+    memcpy(&value, &bits, 4);
+    return value;
+}
+static float __shfl_xor_sync(unsigned all, float value, int by) { return __shfl_sync(all, value, lane() ^ by); }
+static bool __any_sync(unsigned all, bool value) { return __ballot_sync(all, value) != 0; }
+static bool __all_sync(unsigned all, bool value) { return __ballot_sync(all, value) == ~0u; }
+static float __fdiv_rn(float a, float b) { return a / b; }
+static float __frcp_rn(float a) { return 1 / a; }
+static float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+static unsigned __float_as_uint(float value) {
+    unsigned bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+static float __int_as_float(int bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+static float ex2(float x) {
+    if (std::isnan(x)) return x;
+    double size = std::min((double)std::fabs(x), 160.0);
+    long long t = (long long)(size * 8388608.0);
+    t = x < 0 ? -t : t;
+    long long whole = t >> 23, part = t & 0x7FFFFF;
+    if (x < 0 && part) part--;
+    if (whole < -126) return 0;
+    return whole > 127 ? INFINITY : std::ldexp(exp2_table[part], (int)whole);
+}
+static unsigned pack_bf16(float low, float high) { return nearest_bf16(low) | (unsigned)nearest_bf16(high) << 16; }
+
+// Barriers in shared memory, by their address: a phase ends when all have arrived and all bytes are there.
+struct Phase { int count, pending; long long bytes; unsigned phase; };
+static std::map<unsigned, Phase> phases;
+static std::mutex guard;
+static void settle(Phase &p) {
+    if (p.pending == 0 && p.bytes == 0) p.pending = p.count, p.phase++;
+}
+static void barrier_init(unsigned at, int count) {
+    std::lock_guard<std::mutex> lock(guard);
+    phases[at] = {count, count, 0, 0};
+}
+static void barrier_arrive(unsigned at, int expected) {
+    std::lock_guard<std::mutex> lock(guard);
+    phases[at].bytes += expected, phases[at].pending--;
+    settle(phases[at]);
+}
+static void barrier_wait(unsigned at, unsigned parity) {
+    for (long long tries = 0;; tries++) {
+        {
+            std::lock_guard<std::mutex> lock(guard);
+            if (((phases[at].phase - 1) & 1) == parity) return;
+        }
+        if (tries > INFINITE_WAIT) fprintf(stderr, "a barrier that nobody ends\n"), abort();
+        std::this_thread::yield();
+    }
+}
+
+static bool barrier_passed(unsigned at, unsigned parity) {
+    std::lock_guard<std::mutex> lock(guard);
+    return ((phases[at].phase - 1) & 1) == parity;
+}
+
+static char &shared_byte(unsigned at) { return block_memory[at ^ (at >> 7 & 7) << 4]; }  // 128-byte swizzle
+// 64 rows of 64 columns; words of a map: address, rows, columns.
+static void copy_tile(unsigned to, const unsigned long long *map, int column, int row, unsigned barrier) {
+    for (int r = 0; r < 64; r++)
+        for (int c = 0; c < 64; c++) {
+            bool inside = row + r >= 0 && row + r < (long long)map[1] && column + c < (long long)map[2];
+            unsigned short value = inside ? ((const unsigned short *)map[0])[(row + r) * map[2] + column + c] : 0;
+            memcpy(&shared_byte(to + r * 128 + c * 2), &value, 2);
+        }
+    std::lock_guard<std::mutex> lock(guard);
+    phases[barrier].bytes -= 8192;
+    settle(phases[barrier]);
+}
+
+struct Four { std::barrier<> barrier{128}; unsigned a[4][32][4]; };
+static std::map<int, std::unique_ptr<Four>> fours;
+static Four &four() {
+    std::lock_guard<std::mutex> lock(guard);
+    auto &mine = fours[threadIdx.x / 128];
+    if (!mine) mine = std::make_unique<Four>();
+    return *mine;
+}
+// d (64 x 2 * N) of a (64 x 16) and 16 rows, or TURNED columns, of what the descriptor b names.
+template <int N> static void wgmma(float (&d)[N], const unsigned *a, unsigned long long b, int more, bool turned) {
+    Four &f = four();
+    const int warp = threadIdx.x / 32 % 4;
+    memcpy(f.a[warp][lane()], a, 16);
+    f.barrier.arrive_and_wait();
+    const unsigned start = (b & 0x3FFF) << 4, lead = (b >> 16 & 0x3FFF) << 4, stride = (b >> 32 & 0x3FFF) << 4;
+    for (int i = 0; i < N; i++) {
+        const int row = lane() / 4 + (i & 2 ? 8 : 0), column = i / 4 * 8 + 2 * (lane() & 3) + (i & 1);
+        float left[16], right[16];
+        for (int k = 0; k < 16; k++) {
+            unsigned x = f.a[warp][row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
+            unsigned at = turned ? column / 64 * lead + column % 64 * 2 + k / 8 * stride + k % 8 * 128
+                                 : column / 8 * stride + column % 8 * 128 + k * 2;
+            unsigned short y;
+            memcpy(&y, &shared_byte(start + at), 2);
+            left[k] = bf16(k & 1 ? x >> 16 : x & 0xFFFF), right[k] = bf16(y);
+        }
+        d[i] = chain_step(more ? d[i] : 0, left, right);
+    }
+    f.barrier.arrive_and_wait();
+}
+// The same with a in shared memory: row r, 16 columns from the descriptor's start.
+template <int N> static void wgmma(float (&d)[N], unsigned long long a, unsigned long long b, int more) {
+    const unsigned start = (a & 0x3FFF) << 4, stride = (a >> 32 & 0x3FFF) << 4;
+    unsigned own[4];
+    for (int i = 0; i < 4; i++) {
+        const int row = threadIdx.x / 32 % 4 * 16 + lane() / 4 + (i & 1) * 8, k = 2 * (lane() & 3) + (i & 2) * 4;
+        memcpy(&own[i], &shared_byte(start + row / 8 * stride + row % 8 * 128 + k * 2), 4);
+    }
+    wgmma(d, own, b, more, false);
+}
