@@ -11,6 +11,7 @@ from minitransformer.batch import Batch
 from minitransformer.errors import InputError
 from minitransformer.learner.learner import Learner
 from minitransformer.learner.packing import Sample
+from minitransformer.models.qwen3_moe.experts import QuantisedExperts
 from minitransformer.ops import nvfp4
 from minitransformer.recipe import RECIPES, Recipe, get
 from minitransformer.sampler.sampler import Sampler
@@ -249,3 +250,15 @@ def test_a_quantised_model_without_bf16_weights_scores_the_same():
     assert_bits_equal(laws.logits(fixed, batch), laws.logits(model, batch))
     with pytest.raises(InputError, match="only quantised"):
         fixed.set_recipe("bf16")
+
+
+def test_both_weights_are_made_before_the_first_row(monkeypatch):
+    """On a GPU FC2 may read its weight while FC1 still runs (gpu/nvfp4_product.cu)."""
+    order = []
+    for method in ("weight_operand", "_rows"):
+        real = getattr(QuantisedExperts, method)
+        noted = lambda self, name, *rest, m=method, real=real: (order.append((m, name)), real(self, name, *rest))[1]  # noqa: E731
+        monkeypatch.setattr(QuantisedExperts, method, noted)
+    quantised_model(num_layers=1, sparse_layers=(True,))(Batch.packed([[1, 2, 3]]))
+    made, rows = [("weight_operand", name) for name in ("gate_up", "down")], [("_rows", "gate_up"), ("_rows", "down")]
+    assert order == [*made, *rows]

@@ -73,17 +73,18 @@ class QuantisedExperts:
         return self.recipe.activation_scale != "tensor"
 
     def __call__(self, mlp, x_TD: Tensor, plan: Plan, weights_TK: Tensor, note) -> Tensor:
-        gate_up_R2F = self._product(mlp, "gate_up", x_TD, plan, torch.float32, note)
+        # Both before any row: a product may read its weight while the two kernels in front of it still run.
+        of = self._operands(mlp, x_TD.device)
+        gate_up_R2F = self._product(mlp, "gate_up", of["gate_up"], x_TD, plan, torch.float32, note)
         note("gate_up", gate_up_R2F, plan)
-        y_RD = self._product(mlp, "down", gate_up_R2F, plan, torch.bfloat16, note)
+        y_RD = self._product(mlp, "down", of["down"], gate_up_R2F, plan, torch.bfloat16, note)
         note("down", y_RD, plan)
         return dispatch.combine_weighted(y_RD, plan, weights_TK)
 
-    def _product(self, mlp, name: str, x: Tensor, plan: Plan, out_dtype, note) -> Tensor:
+    def _product(self, mlp, name: str, operand: tuple, x: Tensor, plan: Plan, out_dtype, note) -> Tensor:
         layer = getattr(mlp, name)
         weight = None if layer is None else layer.weight
-        operand = self.weight_operand(name, weight, x.device)
-        rows = self._rows(name, x, plan, note)  # after the weight: `early` below
+        rows = self._rows(name, x, plan, note)
         return quantised_linear(rows[0], weight, rows[1], operand, plan, out_dtype, self.recipe.backward, early=True)
 
     def _at_once(self, x: Tensor) -> bool:
@@ -153,10 +154,13 @@ class QuantisedExperts:
             self._made[name] = stamp, *made
         return self._made[name][1:]
 
-    def operands(self, mlp, device) -> list[Tensor]:
+    def _operands(self, mlp, device) -> dict[str, tuple[Tensor, Tensor]]:
         layers = {name: getattr(mlp, name) for name in ("gate_up", "down")}
         weights = {name: None if layer is None else layer.weight for name, layer in layers.items()}
-        return [t for name, weight in weights.items() for t in self.weight_operand(name, weight, device)]
+        return {name: self.weight_operand(name, weight, device) for name, weight in weights.items()}
+
+    def operands(self, mlp, device) -> list[Tensor]:
+        return [t for operand in self._operands(mlp, device).values() for t in operand]
 
     def refresh(self, mlp) -> None:
         """Makes the operands that there are again if the weights have changed: before a CUDA graph that reads them."""
