@@ -36,7 +36,8 @@ class Sampler:
     chunk_size         tokens of one request in one step
     max_sequences      requests that hold pages at the same time
     prefix_cache       let prompts start from the full pages of earlier ones
-    cuda_graphs        on a GPU, replay steps that only decode from CUDA graphs, unless the model is traced
+    cuda_graphs        on a GPU, replay steps that only decode from CUDA graphs, unless the model is traced;
+                       hooks of modules run when a graph is captured, not in a replay
 
     Raises InputError for a value out of range.
     """
