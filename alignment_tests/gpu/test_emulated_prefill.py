@@ -15,7 +15,7 @@ from alignment_tests.gpu import emulated_prefill as emulated
 from minitransformer.batch import Batch
 from minitransformer.ops import attention
 from minitransformer.ops.gpu import attention_prefill, cuda
-from minitransformer.ops.gpu.attention import Prefill
+from minitransformer.ops.gpu.attention import Prefill, _prefill
 
 # Query heads and head size, per sequence how many keys lie before its queries and how many queries, programs, schedule.
 CASES = {
@@ -69,3 +69,11 @@ def test_a_fault_in_the_text_is_seen(fault, tmp_path):
     assert before in text, "the text has changed: name the fault again"
     with pytest.raises(AssertionError, match="differ"):
         check(tmp_path, case, text.replace(before, after))
+
+
+def test_operands_at_odd_addresses_are_copied_first(monkeypatch):
+    seen, batch = [], Batch.packed([[0] * 40])
+    monkeypatch.setattr(attention_prefill, "forward", lambda q, k, v, *rest: seen.extend((q, k, v)))
+    q, k, v = (torch.randn(1 + 40 * n * 64).bfloat16()[1:].view(40, n, 64) for n in (4, 2, 2))
+    _prefill(Prefill(8, False), q, k, v, batch, None, None, None, 40, ())
+    assert all(x.data_ptr() % 16 == 0 for x in seen) and all(map(torch.equal, seen, (q, k, v)))

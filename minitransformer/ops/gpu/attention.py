@@ -107,6 +107,7 @@ def _prefill(schedule: Prefill, q, k, v, batch: Batch, positions, key_rows, boun
     if not _contiguous(batch, k.shape[0]):
         starts = _kept(batch, "starts", q.device, lambda: attention_pages.starts(batch.kv_lens))
         k, v = attention_pages.gather(k, v, key_rows, positions, bounds, starts, batch.kv_lens)
+    q, k, v = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (q, k, v))  # it is copied by 16 bytes
     attention_prefill.forward(q, k, v, positions, bounds, starts, longest, outputs, *schedule)
 
 
