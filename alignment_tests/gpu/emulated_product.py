@@ -23,7 +23,6 @@ CALLS = {
     "ld.global.nc.L1::no_allocate.L2::256B.v4": "memcpy(&v, unit, 16);",
     "ld.global.nc.L1::no_allocate.L2::256B.v2": "memcpy(&v, unit, 8);",
     "ld.global.f32": "v = *at;",
-    "ld.global.cg.s64": "v = *at;",
     "griddepcontrol": ";",
     "mma.sync.aligned.m16n8k16": "mma_m16n8k16(v, a, b[j]);",
     "cvt.rn.bf16": "bits = nearest_bf16(value);",

@@ -78,13 +78,6 @@ __device__ __forceinline__ float load_early(const float *at) {
     return v;
 }
 
-// From L2: a block that began early must not find what L1 kept of the last plan at this address.
-__device__ __forceinline__ int load_bound(const i64 *at) {
-    i64 v;
-    asm volatile("ld.global.cg.s64 %0, [%1];" : "=l"(v) : "l"(at));
-    return (int)v;
-}
-
 // The expert of the group'th group of ROWS_X rows, its first row of the group and its end; expert = experts: none.
 __device__ __forceinline__ void expert_of(const i64 *bounds, int experts, int group, int &expert, int &first, int &end) {
     int lane = threadIdx.x & 31, before = 0;
@@ -92,7 +85,7 @@ __device__ __forceinline__ void expert_of(const i64 *bounds, int experts, int gr
     for (int e0 = 0; e0 < experts; e0 += 128) {
         int mine = e0 + 4 * lane, at[5], upto = 0;
 #pragma unroll
-        for (int i = 0; i < 5; i++) at[i] = load_bound(bounds + min(mine + i, experts));
+        for (int i = 0; i < 5; i++) at[i] = (int)bounds[min(mine + i, experts)];
 #pragma unroll
         for (int i = 0; i < 4; i++) upto += (at[i + 1] - at[i] + ROWS_X - 1) / ROWS_X;
         int own = upto;
