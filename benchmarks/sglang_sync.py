@@ -43,7 +43,8 @@ def run(directory: Path, kinds: list[str], repeats: int) -> int:
                 with torch.no_grad():
                     for parameter in model.parameters():
                         parameter.neg_()  # other weights each time, and nothing of the size changes
-                report = sync(Learner(model), server, route, backend="gloo")  # NCCL takes no two on one GPU
+                # NCCL takes no two processes on one GPU.
+                report = sync(Learner(model), server, route, backend="gloo" if route == "distributed" else None)
                 wrong += not report.equal
                 seconds = [f"{s:8.3f}" for s in report.seconds.values()]
                 verdict = "equal" if report.equal else report.verdict()

@@ -144,7 +144,7 @@ def transfers(args: argparse.Namespace) -> int:
                     with torch.no_grad():
                         for parameter in model.parameters():
                             parameter.neg_()
-                report = sync(Learner(model), c, route, backend=args.backend)
+                report = sync(Learner(model), c, route, backend=args.backend if route == "distributed" else None)
                 moved = laws.same(before, laws.run(c, ids)).differing if weights == "equal" else 0
                 wrong += not report.equal or moved > 0
                 parts = [f"{report.bytes / 2**20:.1f}", *(f"{x:.3f}" for x in report.seconds.values())]
