@@ -204,7 +204,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) product(const char *pac
         for (int h = 0; h < 2; h++)
             column_factor[i][h] = load_early(weight_scale + (i64)expert * N + min(tile[i] * 16 + g + 8 * h, N - 1));
 
-    // Up to here weights and bounds, which are older than the kernel in front of this one; x, its scales and y are not.
+    // Up to here weights and bounds, which were there before the kernel in front let this one begin (a launch clears L1, so
+    // nothing older is read from it); x, its scales and y were not.
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const u32 base = (u32)__cvta_generic_to_shared(shared);
