@@ -32,15 +32,13 @@ CALLS = {
     "{.reg .pred done": "barrier_wait(address(barrier), parity);",
     "cp.async.bulk.tensor.2d": "copy_tile(address(to), map->words, column, row, address(barrier));",
     "{.reg .pred p; setp.ne.b32 p, %2, 0": "if (valid) memcpy(at, &bits, 4);",
-    "{.reg .pred p; setp.ne.b32 p, %34": "wgmma(d, a, b, more);",
-    "cp.async.cg.shared.global": "memcpy(to, from, 16);",
     "{.reg .pred p; setp.ne.b32": "wgmma(d, a, b, more, TURNED);",
     "ex2.approx.ftz": "y = ex2(x);",
     "cvt.rn.bf16x2": "pair = pack_bf16(low, high);",
     "ld.global.nc.u32": "memcpy(&pair, at, 4);",
     "bar.sync %0, 128": "four().barrier.arrive_and_wait();",
 }
-NOTHING = ("wgmma.", "fence.", "setmaxnreg", "cp.async.wait_all")
+NOTHING = ("wgmma.", "fence.", "setmaxnreg")
 ENTRY = """
 extern "C" void run(int blocks, int shared, const float *table, const TensorMap *k, const TensorMap *v,
         const u16 *q,
@@ -90,6 +88,6 @@ def forward(folder, q: Tensor, k: Tensor, v: Tensor, batch: Batch, programs: int
     maps = [(ctypes.c_uint64 * 16)(x.data_ptr(), len(x), G * H) for x in (k, v)]
     pointers = [ctypes.c_void_p(x.data_ptr()) for x in (q, batch.positions_T, bounds, starts, *outputs)]
     items = -(-int(bounds.diff().max()) // (prefill.ROWS // (N // G) * 2))
-    run(programs, prefill.shared(H, schedule.q_shared), ctypes.c_void_p(ex2_table().ctypes.data), *maps, *pointers,
+    run(programs, prefill.shared(H), ctypes.c_void_p(ex2_table().ctypes.data), *maps, *pointers,
         ctypes.c_float(float(_scale(H))), N, batch.num_sequences * G, items)  # fmt: skip
     return outputs

@@ -123,13 +123,3 @@ template <int N> static void wgmma(float (&d)[N], const unsigned *a, unsigned lo
     }
     f.barrier.arrive_and_wait();
 }
-// The same with a in shared memory: row r, 16 columns from the descriptor's start.
-template <int N> static void wgmma(float (&d)[N], unsigned long long a, unsigned long long b, int more) {
-    const unsigned start = (a & 0x3FFF) << 4, stride = (a >> 32 & 0x3FFF) << 4;
-    unsigned own[4];
-    for (int i = 0; i < 4; i++) {
-        const int row = threadIdx.x / 32 % 4 * 16 + lane() / 4 + (i & 1) * 8, k = 2 * (lane() & 3) + (i & 2) * 4;
-        memcpy(&own[i], &shared_byte(start + row / 8 * stride + row % 8 * 128 + k * 2), 4);
-    }
-    wgmma(d, own, b, more, false);
-}

@@ -35,11 +35,9 @@ class Schedule(NamedTuple):
 
 
 class Prefill(NamedTuple):
-    """attention_prefill: how many of a thread's 32 weights of a tile it makes before it waits for the last product;
-    whether the tensor core reads the queries from shared memory, not from registers."""
+    """attention_prefill: how many of a thread's 32 weights of a tile it makes before it waits for the last product."""
 
     early: int
-    q_shared: bool
 
 
 class Decode(NamedTuple):
@@ -51,7 +49,7 @@ class Decode(NamedTuple):
 # Bits do not depend on the choice.
 CANDIDATES = (
     Schedule(16, 1, 3), Schedule(64, 4, 1), Schedule(64, 4, 3), Schedule(128, 8, 3),
-    Prefill(8, False), Prefill(8, True), Prefill(32, True), Decode(1), Decode(2), Decode(4),
+    Prefill(8), Decode(1), Decode(2), Decode(4),
 )  # fmt: skip
 
 
@@ -69,7 +67,7 @@ def choose(
     sequence and those of all sequences and key/value heads. From times on an H200."""
     # Few programs need their warps each; many share a processor, the smaller the more.
     few = Decode(4) if programs <= 132 else Decode(1) if segments > 1 else Decode(2)
-    for schedule in (few, Prefill(8, False) if longest * group > 64 else Schedule(64, 4, 1)):
+    for schedule in (few, Prefill(8) if longest * group > 64 else Schedule(64, 4, 1)):
         if fits(schedule, longest, group, H):
             return schedule
     # Row numbers are loaded before rows: more stages only hold more registers.

@@ -6,8 +6,7 @@
 // output stay in registers, in the layout of the tensor core's accumulator: lane 4g + t of a warp holds rows g and g + 8,
 // columns 8j + 2t and 8j + 2t + 1, which is what the spec's quad sum is made of.
 //
-// Compiled with: GROUP (query heads a key/value head), WIDTH (head size, 64 or 128), EARLY and Q_SHARED (of
-// attention.Prefill), KEYS (64) a tile, SEGMENT (16) tiles, STAGES (4) tiles that may wait, SHARED (bytes).
+// Compiled with: GROUP (query heads a key/value head), WIDTH (head size, 64 or 128), EARLY (of attention.Prefill), KEYS (64) a tile, SEGMENT (16) tiles, STAGES (4) tiles that may wait, SHARED (bytes).
 
 #include "hopper.cuh"
 
@@ -28,9 +27,6 @@ struct Item { int first, end, head, row0, shift, tiles; };
 
 struct Shared {
     char k[STAGES][TILE], v[STAGES][TILE];  // 64 columns (128 bytes, swizzled) x 64 keys, then the next 64 columns
-#if Q_SHARED
-    char q[2][64 * WIDTH * 2];
-#endif
     float kept[2][OUT][128];  // of each thread: o of the segments before
     Item items[2];
     u64 full[STAGES], empty[STAGES];
@@ -85,23 +81,14 @@ __device__ __forceinline__ void scores(float (&s)[32], const u32 (&q)[WIDTH / 4]
     for (int i = 0; i < WIDTH / 16; i++) mma<0>(s, q + 4 * i, within(keys, slot) + (i / 4 * 8192 + i % 4 * 32 >> 4), i > 0);
 }
 
-__device__ __forceinline__ void scores(float (&s)[32], u32 q, u32 keys, u32 slot) {
-#pragma unroll
-    for (int i = 0; i < WIDTH / 16; i++) {
-        const int at = i / 4 * 8192 + i % 4 * 32 >> 4;
-        mma(s, within(q, 0) + at, within(keys, slot) + at, i > 0);
-    }
-}
-
 __device__ __forceinline__ void product(float (&o)[OUT], const u32 (&p)[16], u32 values, u32 slot) {
 #pragma unroll
     for (int i = 0; i < KEYS / 16; i++) mma<1>(o, p + 4 * i, within(values, slot) + (i * 2048 >> 4), 1);
 }
 
-// The new maximum m of a tile's raw scores s, and the factor of what was summed before; whether a row of the warp has one
-// that is not 1. The largest score times scale is the largest of the scaled ones.
-__device__ __forceinline__ bool find_top(const float (&s)[32], float (&m)[2], float (&shrink)[2], float scale) {
-    bool moved = false;
+// The new maximum m of a tile's raw scores s, and the factor of what was summed before. The largest score times scale is
+// the largest of the scaled ones.
+__device__ __forceinline__ void find_top(const float (&s)[32], float (&m)[2], float (&shrink)[2], float scale) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         float most[8];
@@ -115,10 +102,8 @@ __device__ __forceinline__ bool find_top(const float (&s)[32], float (&m)[2], fl
         most[0] = fmaxf(most[0], __shfl_xor_sync(~0u, most[0], 2));
         const float top = fmaxf(m[h], most[0] * scale);
         shrink[h] = exp2_hw(m[h] - top);
-        moved |= !(m[h] == top);
         m[h] = top;
     }
-    return __any_sync(~0u, moved);
 }
 
 // Some of a tile's scores become weights, which are added up.
@@ -140,11 +125,7 @@ struct Group {
     float scale;
     int which, row, column, count, n, tiles, whole, keys, position[2];
     u32 k, v, p[16];
-#if Q_SHARED
-    u32 q;  // as k and v, where they lie
-#else
     u32 q[WIDTH / 4];
-#endif
     float o[OUT], m[2], l[2], m_all[2], l_all[2];  // of the segment, of those before it
 
     __device__ __forceinline__ u32 slot(int t) const { return (u32)(n + t) % STAGES; }
@@ -161,20 +142,12 @@ struct Group {
         arrived(t);
         item = at.items[count % 2];
         // Spare rows repeat the last token and are not stored.
-#if Q_SHARED
-        meet(which);  // nobody reads the queries of the item before
-        const int thread = threadIdx.x % 128, chunk = thread % (WIDTH / 8);
-#pragma unroll
-        for (int r = thread / (WIDTH / 8); r < 64; r += 1024 / WIDTH)
-            copy(at.q[which] + chunk / 8 * 8192 + r * 128 + (chunk % 8 ^ r % 8) * 16, row_of(item, r) + chunk * 8);
-#else
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const u16 *from = row_of(item, row + 8 * h) + column;
 #pragma unroll
             for (int i = 0; i < WIDTH / 8; i++) q[2 * i + h] = load_early(from + 8 * i);
         }
-#endif
     }
 
     __device__ __forceinline__ const u16 *row_of(const Item &item, int r) const {
@@ -235,7 +208,7 @@ struct Group {
                 if (t * KEYS + column + i / 4 * 8 + i % 2 > position[i / 2 % 2]) s[i] = -__int_as_float(0x7f800000);
         }
         float shrink[2], sum[2] = {0, 0};
-        const bool moved = find_top(s, m, shrink, scale);
+        find_top(s, m, shrink, scale);
         weigh<0, EARLY>(s, m, sum, scale);
         hold(s), hold(shrink);
         if (!there) arrived(t + 2);
@@ -262,10 +235,8 @@ struct Group {
         }
 #pragma unroll
         for (int i = 0; i < 16; i++) p[i] = pack(s[2 * i], s[2 * i + 1]);
-        if (EARLY < 32 || moved) {  // a branch costs more than it saves where these products fill pauses
 #pragma unroll
-            for (int i = 0; i < OUT; i++) o[i] *= shrink[i / 2 % 2];
-        }
+        for (int i = 0; i < OUT; i++) o[i] *= shrink[i / 2 % 2];
     }
 
     __device__ __forceinline__ void last(float (&s)[32], Item &next) {
@@ -374,16 +345,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(const __grid_consta
         Group group{at, in, (float (*)[128])&at.kept[which][0][thread], scale, which};
         group.row = thread / 32 * 16 + thread % 32 / 4, group.column = thread % 4 * 2;
         group.k = describe(at.k[0]), group.v = describe(at.v[0]), group.count = group.n = 0;
-#if Q_SHARED
-        group.q = describe(at.q[which]);
-#endif
         Item item, done{};  // nothing of an item without tokens is stored
         group.ahead(item, 0);
         while (item.tiles > 0) {
             float s0[32], s1[32];
-#if Q_SHARED
-            copied(), show(), meet(which);
-#endif
             fence();
             scores(s0, group.q, group.k, group.slot(0)), commit();
             group.store(done, o, m, l);

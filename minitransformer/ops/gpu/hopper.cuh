@@ -51,14 +51,6 @@ __device__ __forceinline__ void mma(float (&d)[32], const u32 *a, u64 b, int mor
         : F16(d, 0), F16(d, 16) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(more), "n"(TURNED));
 }
 
-// The same with a, 64 rows of a tile, in shared memory too.
-__device__ __forceinline__ void mma(float (&d)[32], u64 a, u64 b, int more) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 0, 0;}"
-        : F16(d, 0), F16(d, 16) : "l"(a), "l"(b), "r"(more));
-}
-
 template <int TURNED>
 __device__ __forceinline__ void mma(float (&d)[64], const u32 *a, u64 b, int more) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
@@ -106,13 +98,6 @@ __device__ __forceinline__ void write(void *at, u32 bits, bool valid) {  // with
     asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0;\n@p st.global.u32 [%0], %1;}"
         :: "l"(at), "r"(bits), "r"((int)valid) : "memory");
 }
-
-// Starts copying 16 bytes.
-__device__ __forceinline__ void copy(char *to, const void *from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(address(to)), "l"(from) : "memory");
-}
-
-__device__ __forceinline__ void copied() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // What this thread has written to shared memory is there for the tensor core, once the group has met.
 __device__ __forceinline__ void show() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
