@@ -67,9 +67,10 @@ def test_every_command_with_a_device_has_the_option(command):
     assert parser().parse_args(f"{name} --model m {rest} --allow-unverified".split()).allow_unverified
 
 
-def test_doctor_names_it_and_does_not_fail(l4, capsys, monkeypatch):
+def test_doctor_names_it_and_does_not_fail(l4, capsys, monkeypatch, tmp_path):
     from minitransformer.tuning import machine
 
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # an old kernel must not hide that nothing compiles
     monkeypatch.setattr(machine, "facts", lambda home: {"gpu": "NVIDIA L4", "capability": "8.9"})
     assert main(["doctor"]) == 0
     assert f"absent   cuda:0: {WHY}" in capsys.readouterr().out

@@ -1,8 +1,10 @@
 """What `minitransformer doctor` finds out: each check says what was looked at and what came of it."""
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 
@@ -71,12 +73,26 @@ def _offline() -> Check:
     types = ("*bf16", "*bf16", "*bf16", "i32", "i32", "i32")
     signature = {name: "constexpr" for name in kernel.arg_names} | dict(zip(kernel.arg_names, types, strict=False))
     constants = dict(zip(kernel.arg_names[6:], (tile.m, tile.n, tile.k, False, True, False), strict=True))
+    hopper, version = GPUTarget("cuda", 90, 32), f"for sm_90a, Triton {triton.__version__}"
     try:
         options = {"num_warps": tile.warps, "num_stages": tile.stages, **device.STRICT}
-        triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32), options=options)
+        with _target(triton.runtime.driver, hopper):
+            triton.compile(ASTSource(kernel, signature, constants), target=hopper, options=options)
     except Exception as error:  # whatever the compiler raises is the finding
-        return Check("kernels compile", "failed", f"for sm_90a, Triton {triton.__version__}: {error}")
-    return Check("kernels compile", "ok", f"for sm_90a, Triton {triton.__version__}")
+        why = str(error.__cause__ or error).strip().partition("\n")[0]
+        return Check("kernels compile", "failed", f"{version}: {type(error).__name__}: {why}")
+    return Check("kernels compile", "ok", version)
+
+
+@contextlib.contextmanager
+def _target(drivers, target) -> Iterator[None]:
+    """While a kernel is compiled it asks the driver for its target (tiles.in_turn), whatever GPU is here, or none."""
+    before = drivers._active
+    drivers.set_active(SimpleNamespace(get_current_target=lambda: target))
+    try:
+        yield
+    finally:
+        drivers._active = before
 
 
 def _gpu(home: torch.device, seed: int, say: Callable[[str], None]) -> Iterator[Check]:
