@@ -33,6 +33,12 @@ def source(file: str) -> str:
     return Path(cuda.__file__).with_name(file).read_text()
 
 
+def faulty(text: str, before: str, after: str) -> str:
+    """The text with a fault put in."""
+    assert before in text, "the text has changed: name the fault again"
+    return text.replace(before, after)
+
+
 def _host_text(text: str, name: str, more: str) -> str:
     """The file without PTX (an instruction without a call here is an error), and run_<name> that launches a kernel."""
     def call(match: re.Match) -> str:

@@ -3,7 +3,7 @@
 Each is called as experts(mlp, x_TD, plan, weights_TK, note) -> y_TD and reads mlp.gate_up and mlp.down.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from minitransformer.errors import InputError, RowError
+from minitransformer.models.qwen3_moe.layers import no_trace
 from minitransformer.ops import dispatch, gpu, mxfp8, nvfp4
 from minitransformer.ops.dispatch import Plan
 from minitransformer.ops.grouped_linear import grouped_linear
@@ -19,12 +20,6 @@ from minitransformer.ops.quantised_linear import quantised_linear
 from minitransformer.ops.swiglu import swiglu, swiglu_amax
 from minitransformer.recipe import Recipe
 from minitransformer.weights_stamp import WeightsStamp
-
-Note = Callable[..., None]  # takes a stage's name and its tensor, and the plan where rows are in dispatch order
-
-
-def no_trace(stage: str, tensor: Tensor, plan: Plan | None = None) -> None:
-    """The note of a run that keeps no trace."""
 
 
 @dataclass

@@ -9,10 +9,15 @@ from torch import Tensor
 from torch.nn.modules import module as everywhere
 from torch.utils.checkpoint import checkpoint
 
-from minitransformer.ops import gpu
+from minitransformer.ops import dispatch, gpu
 from minitransformer.weights_stamp import modules_of, parts
 
 AGAIN = dict(use_reentrant=False, preserve_rng_state=False)  # no operator draws numbers
+Note = Callable[..., None]  # takes a stage's name and its tensor, and the plan where rows are in dispatch order
+
+
+def no_trace(stage: str, tensor: Tensor, plan: dispatch.Plan | None = None) -> None:
+    """The note of a run that keeps no trace."""
 
 
 def runner(recompute: bool, repeat: bool) -> Callable[..., Any]:

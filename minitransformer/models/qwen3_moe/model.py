@@ -19,16 +19,8 @@ from minitransformer.devices import resolve
 from minitransformer.errors import in_layer
 from minitransformer.models.qwen3_moe import weights
 from minitransformer.models.qwen3_moe.config import Qwen3MoeConfig, inverse_frequencies
-from minitransformer.models.qwen3_moe.experts import (
-    Bf16Experts,
-    Note,
-    QuantisedExperts,
-    choose,
-    experts_of,
-    forget_copies,
-    no_trace,
-)
-from minitransformer.models.qwen3_moe.layers import runner
+from minitransformer.models.qwen3_moe.experts import Bf16Experts, QuantisedExperts, choose, experts_of, forget_copies
+from minitransformer.models.qwen3_moe.layers import Note, no_trace, runner
 from minitransformer.ops import dispatch, gpu, kv_store
 from minitransformer.ops.attention import attention
 from minitransformer.ops.embedding import embedding

@@ -3,7 +3,7 @@
 from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 from torch import Tensor
 
-from minitransformer.models.qwen3_moe.model import Note, no_trace
+from minitransformer.models.qwen3_moe.layers import Note, no_trace
 
 
 def noting() -> Note:

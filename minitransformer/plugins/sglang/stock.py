@@ -14,7 +14,7 @@ from torch.nn import functional
 from minitransformer.batch import Batch
 from minitransformer.errors import InputError
 from minitransformer.learner.scoring import CHUNK_BYTES
-from minitransformer.models.qwen3_moe.model import Note, no_trace
+from minitransformer.models.qwen3_moe.layers import Note, no_trace
 from minitransformer.plugins.sglang.plugin import check_version, sglang_version
 from minitransformer.plugins.sglang.stock_kernels import ARGUMENTS, SglangKernels
 
