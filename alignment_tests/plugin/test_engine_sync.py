@@ -127,6 +127,11 @@ def test_a_broadcast_that_fails(engine, monkeypatch):
     assert sync(Learner(engines.tiny()), engine, "distributed").equal
 
 
+def test_nccl_of_a_server_decides_about_cumem_by_itself(engine):
+    """SGLang turns cuMem off, and a learner that has it on could not share memory with the server."""
+    assert engine.client.identity()["cumem"]
+
+
 def test_broadcasts_in_another_order_are_seen(engine, monkeypatch):
     """Two experts of one shape, one sent in the other's place."""
     learner, broadcast = Learner(engines.tiny()), group._broadcast

@@ -17,7 +17,7 @@ from minitransformer.learner.packing import Sample
 from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from minitransformer.models.qwen3_moe.nvfp4_layout import FORMATS, MODELOPT
 from minitransformer.models.qwen3_moe.quantise import quantise
-from minitransformer.plugins.sglang import group, send
+from minitransformer.plugins.sglang import group, identity, send
 from minitransformer.plugins.sglang.client import Client
 from minitransformer.plugins.sglang.sync import sync
 from minitransformer.plugins.sglang.weights import checksums
@@ -127,6 +127,21 @@ def refused(learner: Learner, server: Fake, words: str, **options) -> None:
     with pytest.raises(InputError, match=words):
         sync(learner, server, **options)
     assert not server.updates and checksums(server.model) == before
+
+
+def test_nccl_of_both_sides_shares_memory_alike(monkeypatch):
+    """What a server says is taken from its environment; a stock one has cuMem off."""
+    monkeypatch.delenv(identity.CUMEM, raising=False)
+    with Fake(tiny_model(0)) as server:
+        told = Client(server.url).identity()
+        group.require_same_means(server.url, told)
+        with pytest.raises(InputError, match="NCCL of the server has NCCL_CUMEM_ENABLE=0, that of the learner has not"):
+            group.require_same_means(server.url, None)
+        monkeypatch.setenv(identity.CUMEM, "0")
+        with pytest.raises(InputError, match="NCCL of the learner has NCCL_CUMEM_ENABLE=0"):
+            group.require_same_means(server.url, told)
+        group.require_same_means(server.url, Client(server.url).identity())
+        group.require_same_means(server.url, None)
 
 
 def test_refused_before_anything_is_sent(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from minitransformer.errors import InputError
+from minitransformer.plugins.sglang.identity import CUMEM, NCCL_DECIDES
 from minitransformer.plugins.sglang.plugin import ATTENTION, fail, log
 
 # Argument -> (the values that are supported, what is supported in words).
@@ -64,6 +65,8 @@ def post_init(original: Any, args: Any) -> None:
     args.sampling_backend = "pytorch"  # the name under which plugin.py registers our sampler
     args.disable_prefill_cuda_graph = True
     args.disable_cuda_graph |= args.device == "cpu"
+    # SGLang turns cuMem off unless somebody has spoken; one GPU uses NCCL for updates alone, whose sender has it on.
+    os.environ.setdefault(CUMEM, NCCL_DECIDES)
     original(args)
 
 

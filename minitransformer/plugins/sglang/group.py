@@ -8,7 +8,7 @@ for gloo; NCCL waits TIMEOUT, then ends the server's process.
 import secrets
 import socket
 import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from threading import Thread
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from minitransformer.errors import InputError
 from minitransformer.plugins.sglang.client import Client
+from minitransformer.plugins.sglang.identity import CUMEM, cumem
 from minitransformer.plugins.sglang.launch import free_port
 from minitransformer.plugins.sglang.send import Named, Request
 
@@ -30,11 +31,13 @@ BACKENDS = ("nccl", "gloo")
 
 
 @contextmanager
-def by_group(tensors: Named, client: Client, backend: str | None = None) -> Iterator[Request]:
+def by_group(
+    tensors: Named, client: Client, backend: str | None = None, server: Mapping[str, Any] | None = None
+) -> Iterator[Request]:
     """A group of learner and server, and broadcasts that wait for the server's request in a thread.
 
-    backend: 'nccl' (default on a GPU; the server on another GPU) or 'gloo' (over the network of the CPUs). InputError
-    if the two don't meet.
+    backend: 'nccl' (default on a GPU; the server on another GPU) or 'gloo' (over the network of the CPUs). server: what
+    it says of itself; None: stock. InputError if the two don't meet, or their NCCL shares memory by different means.
     """
     on_gpu = any(t.is_cuda for _, t in tensors)
     backend = backend or ("nccl" if on_gpu else "gloo")
@@ -42,6 +45,8 @@ def by_group(tensors: Named, client: Client, backend: str | None = None) -> Iter
         raise InputError(f"backend {backend!r} is not supported; choose {' or '.join(BACKENDS)}")
     if backend == "nccl" and not on_gpu:
         raise InputError("backend 'nccl' needs the learner on a GPU (--device cuda); choose gloo")
+    if backend == "nccl":
+        require_same_means(client.url, server)
     name = f"minitransformer-{secrets.token_hex(4)}"
     # Of FP8, which these libraries don't send, SGLang takes the bytes of all tensors one after another.
     flat = any(t.dtype == torch.float8_e4m3fn for _, t in tensors)
@@ -64,6 +69,17 @@ def by_group(tensors: Named, client: Client, backend: str | None = None) -> Iter
             leaving = Client(client.url, min(client.timeout, LEAVE_TIMEOUT))
             leaving.call("/destroy_weights_update_group", {"group_name": name})
         group.abort() if sending.is_alive() else dist.destroy_process_group(group)
+
+
+def require_same_means(url: str, server: Mapping[str, Any] | None) -> None:
+    """InputError if NCCL of one side shares memory by cuMem handles, which the other could not open."""
+    theirs = False if server is None else server["cumem"]
+    if theirs != cumem():
+        on, off = ("server", "learner") if theirs else ("learner", "server")
+        raise InputError(
+            f"{url}: NCCL of the {off} has {CUMEM}=0, that of the {on} has not: one can't open memory of the other; "
+            "start both with the same value (a stock SGLang has 0 by itself), or choose backend gloo"
+        )
 
 
 def _meet(client: Client, name: str, backend: str) -> Any:

@@ -1,6 +1,7 @@
 """What a server with our model says of itself, and whether a learner's model is the same."""
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -10,6 +11,7 @@ from minitransformer.errors import InputError
 from minitransformer.spec import spec_differences
 
 PREFIX = "minitransformer/"  # no tensor of a checkpoint has such a name
+CUMEM, NCCL_DECIDES = "NCCL_CUMEM_ENABLE", "-2"  # NCCL's own default
 
 
 def identity(model: Any, form: str | None = None) -> dict[str, str]:
@@ -18,7 +20,7 @@ def identity(model: Any, form: str | None = None) -> dict[str, str]:
     packed = [i for i, layer in enumerate(model.layers) if getattr(layer.mlp, "gate_up", 0) is None]
     said = {
         "spec": spec.entries(), "fingerprint": spec.fingerprint(), "weights_version": model.weights_version,
-        "config": asdict(model.config), "packed_layers": packed, "format": form,
+        "config": asdict(model.config), "packed_layers": packed, "format": form, "cumem": cumem(),
     }  # fmt: skip
     return {PREFIX + key: json.dumps(value, sort_keys=True) for key, value in said.items()}
 
@@ -27,6 +29,11 @@ def read_identity(checksums: Mapping[str, str]) -> dict[str, Any] | None:
     """The client's side: what `identity` said, or None if nothing did."""
     said = {key.removeprefix(PREFIX): value for key, value in checksums.items() if key.startswith(PREFIX)}
     return {key: json.loads(value) for key, value in said.items()} or None
+
+
+def cumem() -> bool:
+    """Whether NCCL of this process may share memory by cuMem handles: one without them can't open the other's."""
+    return os.environ.get(CUMEM, NCCL_DECIDES).strip() != "0"
 
 
 def require_same(model: Any, identity: Mapping[str, Any], url: str) -> None:

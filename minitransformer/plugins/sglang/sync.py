@@ -127,7 +127,7 @@ def sync(
         on_step("send")
         with timed(seconds, "send"):
             if route == "distributed":
-                sending = by_group(tensors, client, backend)
+                sending = by_group(tensors, client, backend, before)
             elif route == "disk":
                 sending = send.by_disk(tensors, model.config, directory)
             else:
@@ -246,4 +246,3 @@ def _probe(learner: "Learner", client: Client) -> Gap:
     if len(ours) != len(theirs):
         raise InputError(f"{client.url}: {len(theirs)} log-probs for a probe of {len(ours)}; is the context so short?")
     return log_prob_gap(theirs, ours.cpu())
-
