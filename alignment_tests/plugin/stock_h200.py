@@ -2,18 +2,24 @@
 
   python3 -m alignment_tests.plugin.stock_h200 stages MODEL URL DUMPS    where the first stage differs, if one does
   python3 -m alignment_tests.plugin.stock_h200 operators [--tokens 512]  our spec's operators beside SGLang's
+  python3 -m alignment_tests.plugin.stock_h200 packing [--layers 2]      SGLang's kernels in several packings
 
 stages: the server has SGLANG_EXTERNAL_MODEL_PACKAGE=alignment_tests.plugin.dumping and STOCK_DUMP=DUMPS, no CUDA graphs
 and no radix cache. operators: the same random inputs at the widths of Qwen3-30B-A3B (table in docs/sglang.md).
+packing: those widths too; 0 differing is what lets the learner pack as it likes.
 """
 
 import argparse
 import sys
+import time
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
 from alignment_tests.plugin import laws, stock_operators
+from alignment_tests.plugin.h200_engines import TINY, WIDE, made
+from alignment_tests.plugin.own_kernels import OwnKernels
 from minitransformer.alignment.ulp import differing, ulp_distance
 from minitransformer.batch import Batch
 from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
@@ -72,6 +78,38 @@ def stages(args: argparse.Namespace) -> int:
     return wrong
 
 
+def packing(args: argparse.Namespace) -> int:
+    """The same sequences in one pass, a few a pass and alone. -> how many log-probs differ."""
+    began = time.monotonic()
+
+    def said(what: str) -> None:
+        print(f"{time.monotonic() - began:7.1f} s  {what}", flush=True)
+
+    kernels = OwnKernels() if args.own else stock.SglangKernels()
+    said("kernels imported")
+    model = made((TINY if args.own else WIDE) | {"num_layers": args.layers})
+    said("model made")
+    stock.warm(model, kernels)
+    said("kernels compiled")
+    sequences = laws.prompts((700, 5, 64, 65, 1, 200, 2, 1500, 90, 32), model.config.vocab_size, 11)
+    sequences = [ids[:64] for ids in sequences] if args.own else sequences
+    expected, wrong = torch.cat(stock.log_probs(model, sequences, kernels)), 0
+    for tokens in (16384, 800, 1):
+        if not args.own:
+            torch.cuda.reset_peak_memory_stats()
+        with patch.object(stock, "PASS_TOKENS", tokens):
+            found = torch.cat(stock.log_probs(model, sequences, kernels))
+        count = int(differing(expected, found).sum())
+        peak = "" if args.own else f", {(torch.cuda.max_memory_allocated() - model_bytes(model)) / 2**20:,.0f} MiB"
+        said(f"passes of {tokens} tokens: {count} of {len(found)} log-probs differ{peak}")
+        wrong += count
+    return wrong
+
+
+def model_bytes(model) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
@@ -84,6 +122,10 @@ def main() -> int:
     command.add_argument("--tokens", type=int, default=512)
     command.add_argument("--own", action="store_true", help="the learner's operators on both sides, on the CPU")
     command.set_defaults(run=stock_operators.table)
+    command = commands.add_parser("packing")
+    command.add_argument("--layers", type=int, default=2)
+    command.add_argument("--own", action="store_true", help="the learner's operators, tiny, on the CPU")
+    command.set_defaults(run=packing)
     args = parser.parse_args()
     return 1 if args.run(args) else 0
 

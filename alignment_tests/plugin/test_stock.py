@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from alignment_tests.learner.tiny import random_sequences, tiny_config, tiny_model
-from alignment_tests.plugin import stock_mutations
+from alignment_tests.plugin import stock_h200, stock_mutations
 from alignment_tests.plugin.fake import Fake
 from alignment_tests.plugin.own_kernels import OwnKernels
 from minitransformer.alignment.compare import ComparingTrace
@@ -79,6 +79,47 @@ def test_short_sequences_and_small_chunks(monkeypatch):
     assert torch.equal(stock.log_probs(model, [[1, 2, 3, 4, 5, 6]], OwnKernels())[0], whole[1])
 
 
+def test_passes_are_bounded(monkeypatch):
+    """Whole sequences, at most PASS_TOKENS a pass; no bit and no name in a trace depends on it."""
+    model, (sequences, _) = tiny_model(1, **ALL_SPARSE), random_sequences(5, 6)
+    temperatures = [1.0, 0.6, 1.0, 2.0, 1.0, 0.7]
+    whole, trace = Trace(None), Trace(None)
+    expected = stock.log_probs(model, sequences, OwnKernels(), temperatures, whole)
+    lengths = [len(ids) for ids in sequences]
+    monkeypatch.setattr(stock, "PASS_TOKENS", max(lengths[:-1]) + min(lengths))
+    bounds = list(stock.passes(lengths))
+    assert len(bounds) > 2 and [a for a, _ in bounds] == [0, *(b for _, b in bounds[:-1])] and bounds[-1][1] == 6
+    found = stock.log_probs(model, sequences, OwnKernels(), temperatures, trace)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    comparing = ComparingTrace(whole)
+    stock.log_probs(model, sequences, OwnKernels(), temperatures, comparing)
+    assert all(r.equal and r.rows for r in comparing.results())
+
+
+@pytest.mark.parametrize("lengths, most, expected", [
+    ([], 10, []), ([3], 10, [(0, 1)]), ([30], 10, [(0, 1)]), ([30, 1, 30], 10, [(0, 1), (1, 2), (2, 3)]),
+    ([5, 5, 5, 5], 10, [(0, 2), (2, 4)]), ([5, 5, 1, 9], 10, [(0, 2), (2, 4)]),
+    ([1, 10, 1], 10, [(0, 1), (1, 2), (2, 3)]),
+])  # fmt: skip
+def test_the_bounds_of_passes(lengths, most, expected, monkeypatch):
+    monkeypatch.setattr(stock, "PASS_TOKENS", most)
+    assert list(stock.passes(lengths)) == expected
+
+
+@pytest.mark.parametrize("length", [0, 129])
+def test_a_sequence_of_a_length_that_cannot_be(length):
+    model = tiny_model(0, max_positions=128, **ALL_SPARSE)
+    with pytest.raises(InputError, match=rf"sequences\[1\] has {length} tokens; SGLang scores 1 to 128"):
+        stock.log_probs(model, [[1, 2], [3] * length], OwnKernels())
+
+
+def test_warming_stays_inside_the_model(monkeypatch):
+    seen, model = [], tiny_model(0, max_positions=20, vocab_size=11, **ALL_SPARSE)
+    monkeypatch.setattr(stock, "log_probs", lambda model, sequences, kernels: seen.extend(sequences))
+    stock.warm(model, OwnKernels())
+    assert [len(ids) for ids in seen] == [17, 20] and max(max(ids) for ids in seen) == 10
+
+
 def on_gpu(model):
     """The same, said to be on a GPU."""
     return SimpleNamespace(config=model.config, recipe=model.recipe, layers=model.layers, device=torch.device("cuda"))
@@ -91,6 +132,15 @@ def on_gpu(model):
         (dict(head_dim=16), {}, "turns heads of 16 by another kernel"),
         ({}, {"enable_deterministic_inference": False}, "enable_deterministic_inference is False.*use --enable"),
         ({}, {"attention_backend": "fa3", "tp_size": 2}, "attention_backend is 'fa3'; tp_size is 2"),
+        ({}, {"dtype": "auto", "kv_cache_dtype": "bf16", "pp_size": 1, "moe_a2a_backend": "none"}, None),
+        ({}, {"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype is 'fp8_e4m3'"),
+        ({}, {"dtype": "float16"}, "dtype is 'float16'"),
+        ({}, {"pp_size": 2, "ep_size": 4, "dp_size": 2}, "pp_size is 2; dp_size is 2; ep_size is 4"),
+        ({}, {"json_model_override_args": '{"rope_theta": 1}'}, "json_model_override_args is"),
+        ({}, {"load_format": "dummy"}, "load_format is 'dummy'"),
+        ({}, {"lora_paths": ["a"], "enable_lora": True}, "lora_paths is .*enable_lora is True"),
+        ({}, {"enable_eplb": True, "ep_num_redundant_experts": 2}, "redundant_experts is 2; enable_eplb is True"),
+        ({}, {"torchao_config": "int8wo"}, "torchao_config is 'int8wo'"),
         ({}, {"version": "0.5.16"}, "the server runs SGLang 0.5.16, the kernels here are those of 0.5.17"),
     ],
 )
@@ -141,7 +191,9 @@ def test_another_decode_is_shown_but_no_difference(exchanged):
 
 
 def test_the_server_is_started_as_the_kernels_need(monkeypatch, tmp_path):
-    started = []
+    started, said, warmed, model = [], [], [], tiny_model(0, head_dim=64, **ALL_SPARSE)
+    monkeypatch.setattr(stock, "SglangKernels", OwnKernels)
+    monkeypatch.setattr(stock, "warm", lambda *these: warmed.append(these))
 
     class Started:
         url, log = "http://127.0.0.1:9", tmp_path / "log"
@@ -160,11 +212,15 @@ def test_the_server_is_started_as_the_kernels_need(monkeypatch, tmp_path):
     for device in ("cuda", "cpu"):
         monkeypatch.setattr(common, "device", lambda name, args, device=device: torch.device(device))
         args = Namespace(sampler="sglang", stock=True, device="", recipe=None, model="m", sglang_arg=["--page-size 8"])
-        with align_sglang._client(args) as client:
+        with align_sglang._client(args, on_gpu(model) if device == "cuda" else model, 5, said.append) as client:
             assert client.url == Started.url
+        started[-1][1]["meanwhile"]()
     (arguments, more), (on_cpu, _) = started
-    assert arguments[-2:] == ["--page-size", "8"] and "--enable-deterministic-inference" in arguments
+    assert said.count("starting SGLang; here, compiling its kernels") == len(warmed) == 1
+    assert arguments[-4:] == ["--cuda-graph-max-bs-decode", "5", "--page-size", "8"]
+    assert "--enable-deterministic-inference" in arguments
     assert {arguments[i + 1] for i, x in enumerate(arguments) if x.endswith("-backend")} == {"triton", "pytorch"}
+    assert arguments[arguments.index("--cuda-graph-backend-prefill") + 1] == "disabled"
     assert more["stock"] and not more["cpu"]
     assert more["extra_environment"] == {"SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM": "0"}
     assert on_cpu == ["--attention-backend", "torch_native", "--page-size", "8"]
@@ -204,3 +260,14 @@ def test_the_command(exchanged, tmp_path, capsys):
     said = "EQUAL: 0 of 29 log-probs of SGLang's own prefill differ from the learner's on SGLang's kernels; of what"
     assert said in out and "learner, SGLang's kernels" in out
     assert json.loads((tmp_path / "found.json").read_text())["kernels"] == "sglang"
+
+
+def test_the_scripts_for_a_gpu_run_here(capsys, monkeypatch):
+    """With the learner's operators on both sides: nothing may differ, and the rows are those of the table."""
+    for what in (["operators", "--own", "--tokens", "40"], ["packing", "--own"]):
+        monkeypatch.setattr(sys, "argv", ["stock_h200", *what])
+        assert stock_h200.main() == 0
+    out = capsys.readouterr().out
+    rows = [line for line in out.splitlines() if line.startswith("| ") and "operator" not in line]
+    assert len(rows) == 20 and all("equal" in row for row in rows if "FP32 against" not in row), out
+    assert out.count("0 of 414 log-probs differ") == 3

@@ -119,14 +119,17 @@ def _header(args: argparse.Namespace, model: Any, found: "Alignment") -> list[st
     return header(args, model, found, how, _devices(args))
 
 
-def header(args: argparse.Namespace, model: Any, found: "Alignment", how: str, devices: str = "") -> list[str]:
-    """how: the sampler works, in words."""
+def header(
+    args: argparse.Namespace, model: Any, found: "Alignment", how: str, devices: str = "", passes: int = 1
+) -> list[str]:
+    """how: the sampler works, in words; passes: of the learner."""
     from minitransformer.devices import unverified
 
     config, completions = model.config, found.completions
     tokens = sum(len(c.token_ids) for c in completions)
     cached, again = sum(c.cached_tokens for c in completions), sum(c.preemptions for c in completions)
     fed = sum(len(c.prompt_ids) + len(c.token_ids) - 1 for c in found.finished)
+    said = "one packed pass" if passes == 1 else f"{passes} packed passes"
     recipe, other = model.recipe.name, "".join(f" {i}->{name}" for i, name in model.recipe.overrides)
     lines = [
         f"model    {args.model}: {config.num_layers} layers, {config.num_experts} experts, top-{config.top_k}, "
@@ -135,7 +138,7 @@ def header(args: argparse.Namespace, model: Any, found: "Alignment", how: str, d
         + (f", recipe {recipe}{other}" if recipe != "bf16" or other else ""),
         f"sampler  {len(completions)} requests, {tokens} tokens at temperature {args.temperature:g}; {how};",
         f"         {cached} prompt tokens from the prefix cache, {again} preemptions; {found.seconds['sampler']:.1f} s",
-        f"learner  one packed pass over {fed} tokens; {found.seconds['learner']:.1f} s",
+        f"learner  {said} over {fed} tokens; {found.seconds['learner']:.1f} s",
     ]
     if unverified(model.device):
         lines.append(f"UNVERIFIED: {unverified(model.device)}")

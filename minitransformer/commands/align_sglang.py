@@ -3,8 +3,10 @@
 import argparse
 import json
 import shlex
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from minitransformer.commands import common, prompt_lines
@@ -18,6 +20,13 @@ if TYPE_CHECKING:
 
 COMPARED = "compared: what the server tells over HTTP; the stages in between stay inside it"
 PREFILL = "compared: SGLang's own prefill (the sampler) with the learner on SGLang's kernels"
+PARTS = {
+    "check": "asking the server what it serves", "sampler": "SGLang samples",
+    "rescore": "SGLang's prefill scores the same tokens", "learner": "scoring with the learner",
+    "transformers": "scoring with transformers",
+}  # fmt: skip
+# A server for one comparison captures no graph that it will not use; --sglang-arg comes later and wins.
+FEW_GRAPHS, MOST_CAPTURED = ("--cuda-graph-backend-prefill", "disabled"), 256
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -52,18 +61,20 @@ def run(args: argparse.Namespace, learner_device: "torch.device | None") -> int:
 
     if args.stock:
         refuse_for_stock(model.config)
-    with common.progress() as show, prompt_lines.naming_prompts(args.prompts, lines):
-        show("starting SGLang" if args.sampler == "sglang" else "asking " + args.sampler)
-        with _client(args) as client:
+    with common.progress(lines=True) as show, prompt_lines.naming_prompts(args.prompts, lines):
+        began = time.monotonic()
+        with _client(args, model, len(prompts), show) as client:
+            started = {"start": time.monotonic() - began} if args.sampler == "sglang" else {}
             found = align_engine(
                 model,
                 client,
                 prompts,
                 common.sampling_params(args, len(prompts)),
                 checkpoint=None if args.no_contrast else args.model,
-                on_step=lambda part: show(align.PARTS[part]),
+                on_step=lambda part: show(PARTS.get(part, part)),
                 stock_kernels=args.stock,
             )
+    found = replace(found, seconds=started | found.seconds)
     _print(args, model, found)
     server = {key: found.server.get(key) for key in ("version", "model_path")} | {"stock": found.stock}
     rescored = {"not_run": found.rescored} if isinstance(found.rescored, str) else vars(found.rescored)
@@ -97,14 +108,14 @@ def _check(args: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _client(args: argparse.Namespace) -> "Iterator[Client]":
+def _client(args: argparse.Namespace, model: Any, requests: int, show: Callable[[str], None]) -> "Iterator[Client]":
     """Of the running server, or of one that lives as long as this context."""
     from minitransformer.plugins.sglang.client import Client
 
     if args.sampler != "sglang":
         yield Client(args.sampler)
         return
-    from minitransformer.plugins.sglang import stock_kernels
+    from minitransformer.plugins.sglang import stock, stock_kernels
     from minitransformer.plugins.sglang.arguments import RECIPE
     from minitransformer.plugins.sglang.launch import Server
     from minitransformer.plugins.sglang.plugin import sglang_version
@@ -116,9 +127,23 @@ def _client(args: argparse.Namespace) -> "Iterator[Client]":
         arguments += ["--attention-backend", "torch_native"] if cpu else stock_kernels.ARGUMENTS
     if args.recipe is not None and not args.stock:
         arguments += ["--json-model-override-args", json.dumps({RECIPE: args.recipe})]
+    if not cpu:
+        arguments += [*FEW_GRAPHS, "--cuda-graph-max-bs-decode", str(min(requests, MOST_CAPTURED))]
     arguments += _words(args.sglang_arg)
+
+    def meanwhile() -> None:
+        if args.stock and stock.unable_here(model) is None:
+            show("starting SGLang; here, loading its kernels")
+            kernels = stock.SglangKernels()
+            show("starting SGLang; here, compiling its kernels")
+            stock.warm(model, kernels)
+
+    show("starting SGLang")
     more = stock_kernels.ENVIRONMENT if args.stock else None
-    with Server(args.model, arguments, cpu=cpu, stock=args.stock, extra_environment=more) as server:
+    with Server(
+        args.model, arguments, cpu=cpu, stock=args.stock, extra_environment=more, meanwhile=meanwhile,
+        on_phase=lambda phase: show(f"starting SGLang: {phase}"),
+    ) as server:  # fmt: skip
         try:
             yield Client(server.url)
         except InputError as error:
@@ -135,8 +160,10 @@ def _print(args: argparse.Namespace, model: Any, found: "EngineAlignment") -> No
     console, version = common.console(), found.server["version"]
     ours = "miniTransformer's model, same fingerprint and weights"
     whose = "a STOCK server, SGLang's own model" if found.stock else ours
-    for line in align.header(args, model, found, f"SGLang {version}: {whose}"):
+    for line in align.header(args, model, found, f"SGLang {version}: {whose}", passes=found.passes):
         console.print(line, markup=False, soft_wrap=True)
+    parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in found.seconds.items())
+    console.print(f"seconds  {parts}", markup=False, soft_wrap=True)
     console.print(PREFILL if found.kernels == "sglang" else COMPARED)
     if found.why_own:
         console.print(f"the learner runs on its own operators: {found.why_own}", markup=False, soft_wrap=True)

@@ -4,16 +4,16 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minitransformer.commands.progress import progress
 from minitransformer.errors import InputError
 from minitransformer.files import check_output, write_text
 
-__all__ = ["check_output", "write_text"]  # which the commands use from here
+__all__ = ["check_output", "progress", "write_text"]  # which the commands use from here
 
 if TYPE_CHECKING:
     import torch
@@ -213,39 +213,3 @@ def console() -> "Console":
     out = Console(highlight=False)
     out.width = min(out.width, 100) if out.is_terminal else 100
     return out
-
-
-class _Silent:
-    def __call__(self, text: str, total: int | None = None) -> None:
-        """Names what is being done now; total: number of `advance` calls to come."""
-
-    def advance(self) -> None:
-        """One more is done."""
-
-
-@contextmanager
-def progress() -> Iterator[_Silent]:
-    """A progress line on stderr, on a terminal only, gone when it is done."""
-    if not sys.stderr.isatty():
-        yield _Silent()
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[count]}")
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bar:
-
-        class Shown(_Silent):
-            task, total, done = None, None, 0
-
-            def __call__(self, text: str, total: int | None = None) -> None:
-                if self.task is not None:
-                    bar.remove_task(self.task)
-                self.total, self.done = total, 0
-                self.task = bar.add_task(text, total=total, count="")
-
-            def advance(self) -> None:
-                self.done += 1
-                bar.update(self.task, advance=1, count=f"{self.done}/{self.total}")
-
-        yield Shown()

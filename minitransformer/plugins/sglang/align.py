@@ -42,6 +42,12 @@ class EngineAlignment(Alignment):
     why_own: str = ""
 
     @property
+    def passes(self) -> int:
+        """Of the learner over all sequences."""
+        lengths = [len(c.prompt_ids) + len(c.token_ids) for c in self.completions]
+        return 1 if self.kernels == "own" else len(list(stock.passes(lengths)))
+
+    @property
     def equal(self) -> bool:
         """As Alignment's. On SGLang's kernels: the prefill's log-probs; a stock decode differs from them by itself."""
         if self.kernels == "own":
@@ -65,7 +71,7 @@ def align_engine(
     another spec or holds other weights. A stock server is taken as it is: its log-probs are compared all the same.
     """
     seconds: dict[str, float] = {}
-    on_step("sampler")
+    on_step("check")
     with timed(seconds, "check"):
         server, identity = client.about(), client.identity()
         if identity is None:
@@ -77,8 +83,10 @@ def align_engine(
             _require_weights(model, client)
     temperatures = [p.log_prob_temperature for p in params]
     routed = bool(server.get("enable_return_routed_experts"))
+    on_step("sampler")
     with timed(seconds, "sampler"):
         completions, outs = sample(model, client, prompts, params, return_routed_experts=routed)
+    on_step("rescore")
     with timed(seconds, "rescore"):
         sequences = [c.prompt_ids + c.token_ids for c in completions]
         again = client.generate(sequences, {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True})

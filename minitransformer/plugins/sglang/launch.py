@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from minitransformer.errors import InputError
@@ -21,6 +21,13 @@ HERE = Path(__file__).resolve().parent
 CPU_ARGUMENTS = ("--device", "cpu", "--disable-overlap-schedule", "--max-total-tokens", "4096")
 CPU_STUBS = "sgl_kernel,triton,torchvision,soundfile"
 ARGUMENTS = ("--skip-tokenizer-init", "--skip-server-warmup")
+# Words in the server's log -> what it does from there on; the last one that is there counts.
+PHASES = {
+    "Load weight begin": "loading weights", "Load weight end": "making room for keys and values",
+    "Capture target prefill CUDA graph begin": "capturing prefill graphs",
+    "Capture target decode CUDA graph begin": "capturing decode graphs",
+    "Capture target decode CUDA graph end": "opening its port",
+}  # fmt: skip
 
 
 def environment(cpu: bool, stock: bool = False, more: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -57,6 +64,7 @@ class Server:
 
     model      checkpoint directory;  arguments  more of launch_server's, such as ["--chunked-prefill-size", "64"]
     python     the interpreter of the environment that has SGLang;  timeout  seconds until it must answer
+    meanwhile  called once while it starts;  on_phase  called again and again with what its log says that it does
 
     InputError, with the end of its log, if it does not come up.
     """
@@ -71,6 +79,8 @@ class Server:
         python: str = sys.executable,
         extra_environment: Mapping[str, str] | None = None,
         timeout: float = 300,
+        meanwhile: Callable[[], None] = lambda: None,
+        on_phase: Callable[[str], None] = lambda phase: None,
     ) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
@@ -84,12 +94,13 @@ class Server:
                 command, stdout=log, stderr=log, env=env, start_new_session=True, preexec_fn=_end_with_parent
             )
         try:
-            self._wait(timeout)
+            meanwhile()
+            self._wait(timeout, on_phase)
         except BaseException:
             self.stop()
             raise
 
-    def _wait(self, timeout: float) -> None:
+    def _wait(self, timeout: float, on_phase: Callable[[str], None]) -> None:
         from minitransformer.plugins.sglang.client import Client
 
         client, end = Client(self.url, timeout=5), time.monotonic() + timeout
@@ -98,8 +109,16 @@ class Server:
                 raise InputError(f"the SGLang server stopped with status {self.process.returncode}: {self.reason()}")
             if client.is_up():
                 return
+            on_phase(self.phase())
             time.sleep(0.25)
-        raise InputError(f"the SGLang server did not answer within {timeout:g} s: {self.reason()}")
+        phase, why = self.phase(), self.reason()
+        raise InputError(f"the SGLang server did not answer within {timeout:g} s (it was at: {phase}): {why}")
+
+    def phase(self) -> str:
+        """What its log says that it does."""
+        log = self.log.read_text("utf-8", "replace")
+        last = max(PHASES, key=log.rfind)
+        return PHASES[last] if last in log else "Python's imports"
 
     def reason(self) -> str:
         """What the log says of the end: our own sentence, else its last error, else its last lines."""

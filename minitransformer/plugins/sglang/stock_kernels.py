@@ -103,6 +103,7 @@ class SglangKernels:
         routing = self.routing(weights_TK, ids_TK, E)
         gate_up = self.grouped(x_TD, gate_up_E2FD, x_TD.new_empty(T * K, 2 * F), routing, False)
         h = self.swiglu(gate_up)
+        del gate_up  # the largest tensor of a pass
         return self.combine(self.grouped(h, down_EDF, x_TD.new_empty(T, K, D), routing, True))
 
     def routing(self, weights_TK: Tensor, ids_TK: Tensor, num_experts: int) -> tuple[Tensor, ...]:
