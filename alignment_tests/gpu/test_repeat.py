@@ -1,6 +1,10 @@
 """A layer's launches made again (ops/gpu/repeat.py) are those that the other layers would have made themselves."""
 
+import ast
+import importlib
+import inspect
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +16,7 @@ import triton
 import triton.language as tl
 
 from alignment_tests.gpu import fake_driver
-from minitransformer.ops.gpu import device, launch, library, repeat
+from minitransformer.ops.gpu import cuda, device, launch, library, repeat
 
 pytestmark = pytest.mark.skipif(triton.__version__ not in launch.VERSIONS, reason="this Triton has no short way")
 HIDDEN = torch.zeros(5, 64)  # one a layer, of which known_of says nothing
@@ -53,6 +57,7 @@ def driver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(repeat, "ALIGNED", 64)  # what the CPU's memory has
+    monkeypatch.setattr(repeat, "_prove", lambda *args: None)  # test_repeat_proof.py
     add_kernel.run.known.clear(), add_kernel.device_caches.clear()  # which launch by another test's driver
     with fake_driver.installed() as fake, torch.no_grad():
         yield fake
@@ -199,8 +204,13 @@ def made_of_zeros(layer, m):
 
 
 def read(layer, m):
-    m.tolist()
+    m[0].item()
     return m
+
+
+def from_the_host(layer, m):
+    """New memory, of which PyTorch's schema says that it is a view."""
+    return torch.tensor([float(layer.number)] * 64)
 
 
 def hidden(layer, m):
@@ -211,13 +221,35 @@ def copied(layer, m):
     return torch.empty(64, 2)[:, 0].contiguous()
 
 
-EXTRAS = (zeroed, made_of_zeros, read, hidden, copied)
+EXTRAS = (zeroed, made_of_zeros, read, from_the_host, hidden, copied)
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_what_a_recording_cannot_know_is_refused(driver, extra):
     plain, repeated, again = both(driver, [Layer(i, extra=extra) for i in range(5)])
     assert repeated == plain and all(one.refused for one in again.recordings.values())
+
+
+def launched_in(text: str) -> set[str]:
+    """Names of what a text launches, `name[grid](...)`."""
+    names = (ast.unparse(n.func.value) for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call) and
+             isinstance(n.func, ast.Subscript))  # fmt: skip
+    return {name.rsplit(".", 1)[-1] for name in names if name.endswith("_kernel")}
+
+
+def test_every_launch_of_a_forward_pass_tells_its_watcher():
+    """A kernel without `quick` would be missing from a recording, and only the proof would find it."""
+    folder, seen = Path(repeat.__file__).parent, 0
+    for path in sorted(folder.glob("*.py")):
+        module = importlib.import_module(f"minitransformer.ops.gpu.{path.stem}")
+        for name in launched_in(path.read_text()):
+            kernel = getattr(module, name, None)
+            if kernel is not None and "backward" not in f"{path.stem} {name}":
+                seen += 1
+                assert isinstance(kernel.run, launch.Quick), f"{path.stem}.{name}"
+    assert seen > 25, seen
+    code = [path.name for path in folder.glob("*.py") if "cuLaunchKernel" in path.read_text()]
+    assert code == ["cuda.py"] and "watching().launched" in inspect.getsource(cuda.launch)
 
 
 def test_without_the_refusal_a_hidden_tensor_would_be_another_layers(driver, monkeypatch):

@@ -86,6 +86,11 @@ def clear(home: torch.device) -> None:
     _table(home).fill_(_NO_ROW)
 
 
+def met_bad_row(home: torch.device) -> bool:
+    """Waits for the GPU. Whether a kernel has left a row since the last check."""
+    return int(_table(home).min()) != _NO_ROW
+
+
 def check(home: torch.device, rows: int = _NO_ROW) -> None:
     """Waits for the GPU and raises RowError if a kernel met a value that its spec refuses. Nothing under capture.
 
@@ -93,7 +98,7 @@ def check(home: torch.device, rows: int = _NO_ROW) -> None:
     """
     if torch.cuda.is_current_stream_capturing():
         return
-    if int(_table(home).min()) == _NO_ROW:
+    if not met_bad_row(home):
         return
     found = _table(home).tolist()
     _table(home).fill_(_NO_ROW)

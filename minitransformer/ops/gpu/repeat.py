@@ -6,26 +6,34 @@ made again with their weights, caches, inputs and outputs in the places of the f
 
 What makes that sound: a recording knows each address that a launch was given as the layer's own tensor, its input or
 output, a tensor of the batch, or memory that the layer allocated, which is kept until the pass ends; and each other
-call of PyTorch as one that moves no data. Anything else is refused: then, and where a layer's tensors differ in kind,
-layers run as they always do.
+operator of PyTorch, seen below Python, as a view by its own schema. Anything else is refused: then, and where a layer's
+tensors differ in kind, layers run as they always do.
+
+A recording can't see a launch that tells no watcher, nor that a number is one layer's own. So the first repeat of each
+kind in a process is proven: the layer runs itself too, and outputs, keys and values must have the same bits.
+MINITRANSFORMER_REPEAT=check proves every repeat; =off runs every layer itself.
 """
 
+import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from minitransformer.errors import InputError
 from minitransformer.ops.gpu import device, launch
 from minitransformer.ops.gpu.library import ALIGNED
 
 MAX_TOKENS = 4096  # beyond, the GPU takes longer than the host, and a layer's memory should not be kept
-_LOOKS = {"__get__", "data_ptr", "is_contiguous", "stride", "size", "dim", "numel", "element_size", "is_floating_point",
-          "__len__", "__iter__", "view", "t", "transpose", "detach", "unbind", "split", "untyped_storage"}  # fmt: skip
-_MAY_COPY = {"flatten", "__getitem__", "reshape", "contiguous"}
-_MAKES = {torch.empty, torch.empty_like}
+_MAKES = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default, torch.ops.aten.empty_strided.default,
+          torch.ops.aten.new_empty.default}  # fmt: skip
+_MM, _FROM_HOST = torch.ops.aten.mm.default, torch.ops.aten.lift_fresh.default  # the latter: torch.tensor, no view
+SWITCH = "MINITRANSFORMER_REPEAT"
+_proven: set[tuple] = set()
 _WHAT = attrgetter("dtype", "shape", "device")
 _PLAIN = {int, float, bool, str, type(None)}
 
@@ -40,7 +48,7 @@ class Call(NamedTuple):
     tensors: list[tuple[int, int]]
 
 
-class Recording(TorchFunctionMode):
+class Recording(TorchDispatchMode):
     """Watches a layer. calls: its launches. refused: why they can't be made again."""
 
     def __init__(self) -> None:
@@ -57,20 +65,15 @@ class Recording(TorchFunctionMode):
         launch.watch(None)
         super().__exit__(*error)
 
-    def __torch_function__(self, function, types, args=(), kwargs=None) -> Any:
-        result, name = function(*args, **(kwargs or {})), getattr(function, "__name__", str(function))
-        if name in _LOOKS:
-            return result
-        if function in _MAKES:
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        if operator in _MAKES:
             self.made.append(result)
-        elif function is torch.mm and not kwargs:
+        elif operator is _MM:
             self.made.append(result)
             self.launched(lambda values: torch.mm(values[0], values[1], out=values[2]), [*args, result])
-        elif name in _MAY_COPY:
-            if result.untyped_storage().data_ptr() != args[0].untyped_storage().data_ptr():
-                self.refuse(f"{name} that copies")
-        else:
-            self.refuse(name)
+        elif not operator.is_view or operator is _FROM_HOST:
+            self.refuse(operator.name())
         return result
 
     def launched(self, run: Callable[[list], Any], arguments: list) -> None:
@@ -131,12 +134,12 @@ class Layers:
     """
 
     def __init__(self, known_of: Callable[[Any], tuple[tuple, list[Tensor]] | None]) -> None:
-        self.known_of = known_of
+        self.known_of, self.how = known_of, how()
         self.recordings: dict[tuple, Recording] = {}
 
     def __call__(self, layer: Any, x: Tensor, residual: Tensor | None, batch: Any, table: Tensor, store, note):
         """-> what layer(...) returns."""
-        if residual is None or x.shape[0] > MAX_TOKENS or torch.cuda.is_current_stream_capturing():
+        if self.how == "off" or residual is None or x.shape[0] > MAX_TOKENS or torch.cuda.is_current_stream_capturing():
             return layer(x, residual, batch, table, store, note)
         known = self.known_of(layer)
         if known is None:
@@ -159,4 +162,38 @@ class Layers:
         outputs = torch.empty_like(x), torch.empty_like(residual)
         with launch.on(x.device):
             found.again([x, residual, *outputs, *mine])
+        if self.how == "check" or kind not in _proven:
+            _prove(kind, outputs, store, batch, partial(layer, x, residual, batch, table, store, note))
         return outputs
+
+
+def how() -> str:
+    """What the environment asks for: first, check or off. InputError for another word."""
+    found = os.environ.get(SWITCH, "first")
+    if found not in ("first", "check", "off"):
+        raise InputError(f"{SWITCH} is {found!r}; set it to first, check or off, or unset it")
+    return found
+
+
+def _prove(kind: tuple, outputs: tuple[Tensor, Tensor], store: Any, batch: Any, run: Callable[[], Any]) -> None:
+    """RuntimeError unless the layer itself, run(), gives the repeated one's outputs, keys and values, bit for bit.
+
+    Nothing is said where a kernel has met a bad row: what depends on one may be memory that nobody wrote.
+    """
+
+    def left() -> list[Tensor]:
+        return [rows[batch.store_rows_T] for rows in store or ()]
+
+    again, own = [*outputs, *left()], [*run(), *left()]
+    if device.met_bad_row(outputs[0].device):
+        return
+    names = ("output", "residual", "keys", "values")
+    wrong = [name for name, a, b in zip(names, again, own, strict=False) if not torch.equal(_bits(a), _bits(b))]
+    if wrong:
+        said = f"a repeated layer has other bits than the layer itself: {', '.join(wrong)}"
+        raise RuntimeError(f"{said}; {SWITCH}=off runs every layer itself. Please report this")
+    _proven.add(kind)
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
