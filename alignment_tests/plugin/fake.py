@@ -105,16 +105,16 @@ class Fake:
         if self.fault == "hang":
             time.sleep(4)
         if self.fault == "half":
-            self.receiver.load(tensors[: len(tensors) // 2])
+            self.receiver.load(tensors[: len(tensors) // 2], update=True)
         if self.fault == "silent":
-            self.receiver.load(tensors)
+            self.receiver.load(tensors, update=True)
         if self.fault == "die":
             threading.Thread(target=self.__exit__).start()
             time.sleep(0.2)
         if self.fault:
             raise ConnectionAbortedError
         try:
-            self.receiver.load(tensors)
+            self.receiver.load(tensors, update=True)
         except InputError as error:
             return 400, {"success": False, "message": f"{error}. Nothing was written"}
         return 200, {"success": True, "message": "Success"}

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,10 +103,9 @@ def test_weights_are_read_with_torchs_own_default_type():
     from minitransformer.plugins.sglang.models.qwen3_moe import Qwen3MoeForCausalLM as Entry
 
     seen = []
-    receiver = SimpleNamespace(load=lambda weights: seen.append(torch.get_default_dtype()))
     torch.set_default_dtype(torch.bfloat16)
     try:
-        Entry._load(SimpleNamespace(receiver=receiver), [])
+        Entry._in_float32(None, lambda: seen.append(torch.get_default_dtype()))
         assert seen == [torch.float32] and torch.get_default_dtype() == torch.bfloat16
     finally:
         torch.set_default_dtype(torch.float32)

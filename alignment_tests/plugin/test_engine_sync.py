@@ -1,6 +1,7 @@
 """Learner and a real engine, in a loop: update, sync, sample, score; and what a real server does when a sync fails."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from alignment_tests.plugin import engines, laws
 from alignment_tests.plugin.test_engine import P, zero
@@ -71,6 +73,31 @@ def test_a_loop_in_nvfp4_sent_packed(checkpoint, tmp_path):
     model.set_recipe(RECIPE)
     with engines.start(tmp_path / "packed") as server:
         check_loop(server, Learner(model, lr=1e-2), 2)
+
+
+@pytest.mark.parametrize("form", [None, MODELOPT])
+def test_a_server_without_weights_waits_for_a_learner(checkpoint, tmp_path, form):
+    """--load-format dummy: no file of weights. A part of them is refused, for the rest has no value."""
+    if form is not None:
+        quantise(checkpoint, tmp_path / "packed", get(RECIPE), form)
+    (tmp_path / "bare").mkdir()
+    for file in (tmp_path / "packed" if form else checkpoint).glob("*config.json"):
+        shutil.copy(file, tmp_path / "bare")
+    model = engines.tiny(3)
+    model.set_recipe(RECIPE if form else "bf16")
+    with engines.start(tmp_path / "bare", ["--load-format", "dummy"]) as server:
+        assert "no weights yet" in server.log.read_text("utf-8", "replace")
+        held = server.client.checksums()
+        shutil.copytree(checkpoint, tmp_path / "part")
+        tensors = load_file(tmp_path / "part" / "model.safetensors")
+        some = {name: t for name, t in tensors.items() if name == "model.norm.weight"}
+        save_file(some, tmp_path / "part" / "model.safetensors")
+        with pytest.raises(InputError, match="no weights yet.*send all.*Nothing was written"):
+            laws.update_from_disk(server.client, tmp_path / "part")
+        assert server.client.checksums() == held
+        assert sync(Learner(model), server).equal
+        zero(laws.learner_equals_engine(model, server.client, P, 0.6))
+        zero(laws.decode_equals_rescoring(server.client, P))
 
 
 @pytest.mark.parametrize("route", ROUTES)

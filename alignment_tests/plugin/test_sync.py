@@ -89,8 +89,8 @@ def test_one_wrong_bit_on_the_server_is_named(name):
     with Fake(tiny_model(0)) as server:
         load = server.receiver.load
 
-        def flipping(tensors):
-            load(tensors)
+        def flipping(tensors, update):
+            load(tensors, update)
             flat = dict(server.model.named_parameters())[name].detach().view(torch.int16).flatten()
             flat[-1] ^= 1
 

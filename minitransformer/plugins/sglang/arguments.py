@@ -27,7 +27,7 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "quantization": ((None,), "the checkpoint or minitransformer_recipe says how experts are quantised"),
     "torchao_config": (("", None), "the checkpoint or minitransformer_recipe says how experts are quantised"),
     "modelopt_quant": ((None,), "the checkpoint or minitransformer_recipe says how experts are quantised"),
-    "load_format": (("auto", "safetensors", None), "checkpoints are safetensors"),
+    "load_format": (("auto", "safetensors", "dummy", None), "checkpoints are safetensors, or 'dummy', none yet"),
     "attention_backend": ((None, ATTENTION, "torch_native"), "attention is miniTransformer's own; leave it out"),
     "prefill_attention_backend": ((None,), "attention is miniTransformer's own; leave it out"),
     "decode_attention_backend": ((None,), "attention is miniTransformer's own; leave it out"),

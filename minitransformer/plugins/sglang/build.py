@@ -49,7 +49,7 @@ def _make_quantised(model: Qwen3MoeForCausalLM, directory: str, said: Quantisati
     E, D, F = config.num_experts, config.hidden_size, config.expert_size
 
     def empty(N: int, K: int, *outer: int) -> Nvfp4:
-        codes, scales = (torch.empty(E, N, K // k, dtype=torch.uint8, device=device) for k in (2, BLOCK))
+        codes, scales = (torch.zeros(E, N, K // k, dtype=torch.uint8, device=device) for k in (2, BLOCK))
         return Nvfp4(codes, scales, torch.zeros(E, *outer, dtype=torch.float32, device=device))
 
     for i in layers:

@@ -1,7 +1,7 @@
 """Weights into our parameters, under the names of a Hugging Face checkpoint: SGLang reads or receives them.
 
-The first load must bring every tensor once. An update may bring some; it is checked whole (names, shapes, types,
-finite values) before the first write, so a bad one changes nothing.
+The first load must bring every tensor once. An update may bring some, unless there are no weights yet; it is checked
+whole (names, shapes, types, finite values) before the first write, so a bad one changes nothing.
 """
 
 import hashlib
@@ -49,16 +49,18 @@ class Receiver:
                     self.places |= _quantised_places(layer.mlp.experts.fixed[part.projection], part, form)
         self.missing = {name for name, place in self.places.items() if place.into is not None}
 
-    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Writes the tensors. InputError: on the first load at once, later before anything is written."""
-        if not self.missing:
+    def load(self, tensors: Iterable[tuple[str, Tensor]], update: bool) -> None:
+        """Writes the tensors. InputError: on the first load at once, in an update before anything is written."""
+        if update:
             tensors = [(name, self._read(name, tensor)) for name, tensor in tensors]
             self._check_tied(dict(tensors))
+            if absent := self.missing - dict(tensors).keys():
+                raise InputError(f"the server has no weights yet, and {first_few(absent)} is not among these: send all")
         self.model.weights_version += 1  # before the first write: older keys and values are stale from here on
         head = {}
         for name, tensor in tensors:
             into = place.into if (place := self.places.get(name)) else None
-            if self.missing:  # one after another, so that a GPU may look at its own
+            if not update:  # one after another, so that a GPU may look at its own
                 tensor = self._read(name, tensor if into is None else tensor.to(into.device))
             if into is not None:
                 into.copy_(tensor)
@@ -67,10 +69,14 @@ class Receiver:
         if self.missing:
             raise InputError(f"{len(self.missing)} tensors are missing ({first_few(self.missing)})")
         self._check_tied(head)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """What is made of the weights, in place, where CUDA graphs read."""
         for mlp in (layer.mlp for layer in self.model.layers if hasattr(layer.mlp, "experts")):
             if hasattr(mlp.experts, "forget"):
                 mlp.experts.forget()
-            mlp.experts.refresh(mlp)  # in place, where CUDA graphs read
+            mlp.experts.refresh(mlp)
 
     def _read(self, name: str, tensor: Tensor) -> Tensor:
         place = self.places.get(name)
@@ -218,13 +224,14 @@ def readable(original: Any, worker: Any, payloads: Any) -> Any:
         return error
 
 
-def from_disk(original: Any, updater: Any, model_path: str, *rest: Any, **options: Any) -> Answer:
+def from_disk(original: Any, updater: Any, model_path: str, load_format: str, *rest: Any, **options: Any) -> Answer:
     """WeightUpdater.update_weights_from_disk, which after an error loads the same bad files again to roll back."""
     before = updater.model_config.model_path
 
     def update() -> Answer:
         check_model(model_path)
-        return original(updater, model_path, *rest, **options)
+        # Where an update doesn't say, SGLang takes the server's own format, which may be none.
+        return original(updater, model_path, "auto" if load_format == "dummy" else load_format, *rest, **options)
 
     done, said = _guarded(updater, update, f"{model_path}: ")
     if not done:

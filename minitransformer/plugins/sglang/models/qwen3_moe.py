@@ -1,6 +1,6 @@
 """The class that SGLang finds under the architecture Qwen3MoeForCausalLM: our model behind SGLang's interface."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -31,29 +31,38 @@ class Qwen3MoeForCausalLM(nn.Module):
                 require_capturable(self.model)
         except InputError as error:
             plugin.fail(str(error))
-        self.receiver = Receiver(self.model, form)
+        self.receiver, self.live = Receiver(self.model, form), False
         self.logits_processor = LogitsProcessor(config, self.model)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        if not self.receiver.missing:  # an update: whoever sent it is answered
-            self._load(weights)
-        else:
-            try:
-                self._load(weights)
-            except InputError as error:
-                plugin.fail(str(error))
-            spec = self.model.spec
-            plugin.log.info(
-                "miniTransformer is live: spec %s, fingerprint %s, recipe %s, SGLang %s",
-                spec.name, spec.fingerprint(), self.model.recipe.name, plugin.sglang_version(),
-            )  # fmt: skip
+        if self.live:  # an update: whoever sent it is answered
+            self._in_float32(lambda: self.receiver.load(weights, update=True))
+            return
+        try:
+            self._in_float32(lambda: self.receiver.load(weights, update=False))
+        except InputError as error:
+            plugin.fail(str(error))
+        self._go_live()
 
-    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def post_load_weights(self) -> None:
+        """SGLang calls it with --load-format dummy alone: its small random values are there, and none of a file."""
+        self._in_float32(self.receiver.refresh)
+        plugin.log.warning("no weights yet: what is served means nothing until an update brings all of them")
+        self._go_live()
+
+    def _go_live(self) -> None:
+        self.live, spec = True, self.model.spec
+        plugin.log.info(
+            "miniTransformer is live: spec %s, fingerprint %s, recipe %s, SGLang %s",
+            spec.name, spec.fingerprint(), self.model.recipe.name, plugin.sglang_version(),
+        )  # fmt: skip
+
+    def _in_float32(self, change: Callable[[], None]) -> None:
         """With torch's own default type: SGLang's, BF16 while it loads, is not what operators make new tensors of."""
         default = torch.get_default_dtype()
         torch.set_default_dtype(torch.float32)
         try:
-            self.receiver.load(weights)
+            change()
         finally:
             torch.set_default_dtype(default)
 
