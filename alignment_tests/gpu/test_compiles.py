@@ -28,7 +28,9 @@ from minitransformer.ops.gpu import (
     quantised_linear,
     quantised_rows,
     rms_norm,
+    sha256,
 )
+from minitransformer.plugins.sglang import checksums
 
 # FP32 arithmetic in PTX that an operator may contain beside the tensor core's; an FMA only where tl.fma stands.
 PLAIN = {"mul.rn.f32", "add.rn.f32", "sub.rn.f32", "max.f32", "setp.num.f32", "setp.nan.f32"}
@@ -152,6 +154,11 @@ def test_the_nvfp4_quantiser_compiles_to_the_arithmetic_of_the_spec(defines, tmp
     assert names <= {"FFMA", "FMUL", "FADD", "FMNMX", "FSETP", "HMUL2", "HFMA2"}, found
     assert "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C" in text
     assert text.count("STL") <= 6, "spills"  # addresses, over a division's slow path
+
+
+def test_the_checksum_is_integers_in_registers(tmp_path):
+    text = _sass(sha256.SOURCE, sha256.defines(checksums.PIECE), tmp_path)
+    assert not re.findall(r"\b[HFD](?:MMA|MUL|ADD|FMA|SETP|SET)2?\b", text) and "STL" not in text
 
 
 @pytest.mark.parametrize("tile", [t for t in linear.CANDIDATES if t.whole], ids=str)

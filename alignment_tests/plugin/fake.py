@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 
 from minitransformer.errors import InputError
 from minitransformer.learner.learner import Learner
+from minitransformer.plugins.sglang.checksums import checksums
 from minitransformer.plugins.sglang.identity import identity
-from minitransformer.plugins.sglang.weights import Receiver, checksums
+from minitransformer.plugins.sglang.weights import Receiver
 from minitransformer.sampler.sampler import Sampler
 from minitransformer.sampler.sequence import SamplingParams
 

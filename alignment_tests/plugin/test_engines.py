@@ -17,8 +17,8 @@ from minitransformer.learner.packing import Sample
 from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from minitransformer.models.qwen3_moe.nvfp4_layout import FORMATS
 from minitransformer.models.qwen3_moe.quantise import quantise
+from minitransformer.plugins.sglang.checksums import checksums
 from minitransformer.plugins.sglang.launch import environment
-from minitransformer.plugins.sglang.weights import checksums
 
 pytestmark = pytest.mark.sglang
 

@@ -18,9 +18,9 @@ from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from minitransformer.models.qwen3_moe.nvfp4_layout import FORMATS, MODELOPT
 from minitransformer.models.qwen3_moe.quantise import quantise
 from minitransformer.plugins.sglang import group, identity, send
+from minitransformer.plugins.sglang.checksums import checksums
 from minitransformer.plugins.sglang.client import Client
 from minitransformer.plugins.sglang.sync import sync
-from minitransformer.plugins.sglang.weights import checksums
 from minitransformer.recipe import get
 
 AGAIN = "don't sample from it; sync again"

@@ -21,9 +21,9 @@ from minitransformer.alignment.trace import Trace
 from minitransformer.checkpoint_files import first_few
 from minitransformer.errors import InputError
 from minitransformer.plugins.sglang import stock
+from minitransformer.plugins.sglang.checksums import checksums, unlike
 from minitransformer.plugins.sglang.client import Client, Output
 from minitransformer.plugins.sglang.identity import refuse_for_stock, require_same
-from minitransformer.plugins.sglang.weights import checksums, unlike
 from minitransformer.sampler.sequence import Completion, SamplingParams
 
 

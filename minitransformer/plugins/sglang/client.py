@@ -92,7 +92,7 @@ class Client:
             return None
 
     def checksums(self) -> dict[str, str]:
-        """Name -> sha256 of every tensor, as weights.checksums gives them for a model here."""
+        """Name -> checksum of every tensor, as checksums.checksums gives them for a model here."""
         return {name: value for name, value in self._checker("checksum").items() if not name.startswith(PREFIX)}
 
     def _checker(self, action: str) -> dict[str, str]:

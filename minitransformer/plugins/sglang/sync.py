@@ -4,7 +4,7 @@
     send       tensor: into memory that the server maps (same host);  disk: a checkpoint directory that it reads;
                distributed: nothing yet, a process group is made, and the tensors go while the server loads
     load       the server checks all of it, then writes it and drops its keys and values
-    prove      the sha256 of every tensor on both sides, and a probe prompt: log-probs with equal bits
+    prove      a checksum of every tensor on both sides, and a probe prompt: log-probs with equal bits
 
 Everything goes in one message. After an error the server is asked for its state, which the error names; a sync sends
 everything, so it can always be repeated.
@@ -31,10 +31,10 @@ from minitransformer.models.qwen3_moe.nvfp4_layout import FORMATS, PROJECTIONS, 
 from minitransformer.models.qwen3_moe.quantise import expert_tensors
 from minitransformer.ops.nvfp4 import Nvfp4
 from minitransformer.plugins.sglang import send
+from minitransformer.plugins.sglang.checksums import hashed, unlike
 from minitransformer.plugins.sglang.client import Client
 from minitransformer.plugins.sglang.group import by_group
 from minitransformer.plugins.sglang.identity import refuse_for_stock, require_same
-from minitransformer.plugins.sglang.weights import hashed, unlike
 
 if TYPE_CHECKING:
     from minitransformer.learner.learner import Learner
@@ -187,7 +187,7 @@ def _named(model: Any, packed: Packed, form: Format | None) -> Iterator[tuple[st
 
 
 def _expected(model: Any, packed: Packed) -> dict[str, str]:
-    """What weights.checksums must give on the server: of the learner's parameters, and of what was quantised."""
+    """What checksums.checksums must give on the server: of the learner's parameters, and of what was quantised."""
     named = model.named_parameters()
     tensors = {name: p.detach() for name, p in named if name.removesuffix(".weight") not in packed}
     for name, q in packed.items():

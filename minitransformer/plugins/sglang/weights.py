@@ -6,9 +6,7 @@ whole (names, shapes, types, finite values) before the first write, so a bad one
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +18,7 @@ from minitransformer.errors import InputError
 from minitransformer.models.qwen3_moe.layout import EMBEDDING, HEAD, parameter_shapes, piece_shape, pieces
 from minitransformer.models.qwen3_moe.nvfp4_layout import Format, Part, parts
 from minitransformer.plugins.sglang.arguments import check_model
+from minitransformer.plugins.sglang.checksums import checksums
 from minitransformer.plugins.sglang.identity import identity
 
 _FLOATS = (torch.bfloat16, torch.float32)
@@ -133,35 +132,8 @@ def _quantised_places(q: Any, part: Part, form: Format) -> dict[str, Place]:
     }
 
 
-def checksums(model: Any) -> dict[str, str]:
-    """Our name -> sha256 of type, shape and bits, of every parameter and every stored code and scale."""
-    tensors = {name: p.detach() for name, p in model.named_parameters()}
-    for i, layer in enumerate(model.layers):
-        for projection, q in getattr(getattr(layer.mlp, "experts", None), "fixed", {}).items():
-            for part in ("codes", "scales", "outer"):
-                tensors[f"layers.{i}.mlp.{projection}.{part}"] = getattr(q, part)
-    return hashed(tensors)
-
-
-def hashed(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Several at a time: hashlib leaves Python's lock, and one core hashes half a gigabyte a second."""
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return dict(zip(tensors, pool.map(checksum, tensors.values()), strict=True))
-
-
-def checksum(tensor: Tensor) -> str:
-    digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)} ".encode())
-    digest.update(tensor.contiguous().cpu().view(torch.uint8).numpy().data if tensor.dim() else b"")
-    return digest.hexdigest()
-
-
-def unlike(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-    """Names of the tensors whose checksums differ, or that one side lacks."""
-    return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-
-
 def answer(original: Any, checker: Any, action: str, allow_quant_error: bool = False) -> Any:
-    """WeightChecker.handle: 'identity' tells what is live, 'checksum' the sha256 of every tensor besides."""
+    """WeightChecker.handle: 'identity' tells what is live, 'checksum' the checksum of every tensor besides."""
     if action not in ("identity", "checksum"):
         return original(checker, action, allow_quant_error)
     entry = checker._get_model()
