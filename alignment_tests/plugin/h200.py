@@ -6,10 +6,11 @@
   python3 -m alignment_tests.plugin.h200 speed DIR ENGINE ...       the engines by turns, the rest idle
   python3 -m alignment_tests.plugin.h200 sync DIR ENGINE ...        new weights by each route, and the old ones again
 
-ENGINE is CHECKPOINT-KIND[-graphs|-default][-VARIANT], such as wide-nvfp4-graphs or tiny-bf16-graphs-chunk64. KIND is
-bf16, nvfp4 (from the BF16 checkpoint), packed (from NVFP4 made of it: make tiny.packed), stock or deterministic, both
-SGLang's own model. graphs: of --batches; default: SGLang's own choice of graphs. VARIANT (h200_engines.py) is
-compared with the engine of the name without it, which must be kept too.
+ENGINE is CHECKPOINT-KIND[-graphs|-default][-bare][-VARIANT], such as wide-nvfp4-graphs or tiny-bf16-graphs-chunk64.
+bare: no weights but those that `laws` sends first (make wide.bare, wide.packed.bare). KIND is bf16, nvfp4 (from the
+BF16 checkpoint), packed (from NVFP4 made of it: make tiny.packed), stock or deterministic, both SGLang's own model.
+graphs: of --batches; default: SGLang's own choice of graphs. VARIANT (h200_engines.py) is compared with the engine of
+the name without it, which must be kept too.
 docs/sglang.md says how SGLang gets onto such a machine. --cpu runs all of it on the CPU, to try the script.
 """
 
@@ -23,13 +24,13 @@ from pathlib import Path
 import torch
 
 from alignment_tests.plugin import laws
-from alignment_tests.plugin.h200_engines import VARIANTS, connect, keep, made, sizes_of, write
+from alignment_tests.plugin.h200_engines import VARIANTS, connect, keep, made, sizes_of, write, write_bare
 from minitransformer.errors import InputError
 from minitransformer.learner.learner import Learner
 from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from minitransformer.models.qwen3_moe.quantise import quantise
 from minitransformer.plugins.sglang.client import Client
-from minitransformer.plugins.sglang.sync import ROUTES, sync
+from minitransformer.plugins.sglang.sync import ROUTES, SyncReport, sync
 from minitransformer.recipe import get
 
 Laws = dict[str, Callable[[], laws.Count]]
@@ -87,6 +88,11 @@ def table(args: argparse.Namespace, name: str) -> int:
         model = made(sizes_of(args, size))
         model.set_recipe("bf16" if kind == "bf16" else "nvfp4_per_token")
         assert c.identity()["fingerprint"] == model.spec.fingerprint()
+        if "bare" in rest:
+            r = send(args, model, c, args.routes[0])
+            parts = ", ".join(f"{part} {x:.2f}" for part, x in r.seconds.items())
+            print(f"{name}: {r.bytes / 2**30:.1f} GiB by {r.route}; seconds {parts}; {r.verdict()}", flush=True)
+            assert r.equal
         rows = of_an_engine(c, model, args.experts)
     differing = 0
     for what, law in rows.items():
@@ -127,6 +133,10 @@ def seconds(client: Client, ids: laws.Ids, new_tokens: int) -> float:
     return time.monotonic() - began
 
 
+def send(args: argparse.Namespace, model: Qwen3MoeForCausalLM, c: Client, route: str) -> SyncReport:
+    return sync(Learner(model), c, route, backend=args.backend if route == "distributed" else None)
+
+
 def transfers(args: argparse.Namespace) -> int:
     """Syncs by each route: the weights that are there, which must change no output, then others. -> how many failed."""
     wrong = 0
@@ -145,9 +155,8 @@ def transfers(args: argparse.Namespace) -> int:
                     with torch.no_grad():
                         for parameter in model.parameters():
                             parameter.neg_()
-                backend = args.backend if route == "distributed" else None
                 try:
-                    report = sync(Learner(model), c, route, backend=backend)
+                    report = send(args, model, c, route)
                 except InputError as error:  # one route that fails must not take the others along
                     wrong += 1
                     print(f"{name} {route} {weights}: {error}", flush=True)
@@ -182,7 +191,9 @@ def main() -> int:
     args = parser.parse_args()
     if args.what == "make":
         for name in args.names:
-            if name.endswith(".packed"):
+            if name.endswith(".bare"):
+                write_bare(args.directory / name, sizes_of(args, name.split(".")[0]), ".packed" in name)
+            elif name.endswith(".packed"):
                 quantise(args.directory / name.split(".")[0], args.directory / name, get("nvfp4_per_token"))
             else:
                 write(args.directory / name, sizes_of(args, name))

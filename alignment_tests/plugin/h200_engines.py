@@ -15,6 +15,8 @@ from minitransformer.checkpoint_files import replacing_directory, write_json, wr
 from minitransformer.models.qwen3_moe.config import Qwen3MoeConfig
 from minitransformer.models.qwen3_moe.layout import pieces
 from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
+from minitransformer.models.qwen3_moe.nvfp4_config import quantisation_files
+from minitransformer.models.qwen3_moe.nvfp4_layout import MODELOPT
 from minitransformer.models.qwen3_moe.weights import CHECKPOINT_FILES
 from minitransformer.plugins.sglang.client import Client
 from minitransformer.plugins.sglang.launch import Server
@@ -75,6 +77,15 @@ def write(directory: Path, sizes: dict, seed: int = 0) -> None:
         write_sharded(new, named, 4 * 10**9)
 
 
+def write_bare(directory: Path, sizes: dict, packed: bool) -> None:
+    """config.json alone, for an engine that waits for a learner's weights."""
+    hf = (config := empty(sizes).config).to_hf()
+    if packed:
+        hf["quantization_config"] = quantisation_files(MODELOPT, "nvfp4_per_token", config, [])[0]
+    with replacing_directory(directory, CHECKPOINT_FILES) as new:
+        write_json(new / "config.json", hf)
+
+
 def sizes_of(args: argparse.Namespace, name: str) -> dict:
     return SIZES[name] | ({"num_layers": args.layers} if name == "wide" else {})
 
@@ -90,7 +101,8 @@ def arguments(args: argparse.Namespace, name: str) -> tuple[str, list[str], bool
     elif "default" not in rest:  # SGLang's own choice
         more += ["--cuda-graph-backend-decode", "disabled"]
     more += [x for word in rest for x in VARIANTS.get(word, [])]
-    size += ".packed" if kind == "packed" else ""
+    size += (".packed" if kind == "packed" else "") + (".bare" if "bare" in rest else "")
+    more += ["--load-format", "dummy"] if "bare" in rest else []
     return size, more + (EXPERTS if args.experts and not stock else []), stock
 
 
