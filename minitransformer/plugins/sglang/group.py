@@ -1,14 +1,15 @@
 """The route `distributed`: the tensors of one request, broadcast to the server over a process group made for it.
 
 SGLang's request names every tensor. The server receives all of them into memory of its own, and our Receiver checks
-all before it writes, so one request is one update, as on the other routes. A sender that dies in between is an error
-for gloo; NCCL waits TIMEOUT, then ends the server's process.
+all before it writes, so one request is one update, as on the other routes. A sender that dies in between is an error:
+of gloo at once, of NCCL after TIMEOUT.
 """
 
+import os
 import secrets
 import socket
 import urllib.parse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from threading import Thread
@@ -28,6 +29,7 @@ TIMEOUT = timedelta(seconds=120)  # for two to meet, and for a broadcast, on bot
 LEAVE_TIMEOUT = 30  # seconds, of the server's answer to the group's end: it may be what hangs
 LEARNER, SERVER = 0, 1  # ranks
 BACKENDS = ("nccl", "gloo")
+WAIT = "TORCH_NCCL_BLOCKING_WAIT"  # read when a group is made
 
 
 @contextmanager
@@ -110,9 +112,27 @@ def join(at: str, rank: int, name: str, backend: str) -> Any:
     store, _, size = next(dist.rendezvous(at, rank, 2, timeout=TIMEOUT))
     store.set_timeout(TIMEOUT)
     kind, store = dist.Backend(backend), dist.PrefixStore(name, store)
-    group = _new_process_group_helper(size, rank, [], kind, store, group_name=name, timeout=TIMEOUT)[0]
+    with failing_where_waited():
+        group = _new_process_group_helper(size, rank, [], kind, store, group_name=name, timeout=TIMEOUT)[0]
     _world.pg_group_ranks[group] = {r: r for r in range(size)}  # destroy_process_group looks there
     return group
+
+
+def of_server(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """SGLang's init_custom_process_group, whose groups wait half an hour."""
+    with failing_where_waited():
+        return original(*args, timeout=TIMEOUT, **options)
+
+
+@contextmanager
+def failing_where_waited() -> Iterator[None]:
+    """Groups made inside raise where a broadcast is waited for; torch's watchdog of NCCL would end the process."""
+    before = os.environ.get(WAIT)
+    os.environ[WAIT] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(WAIT) if before is None else os.environ.update({WAIT: before})
 
 
 def _broadcast(group: Any, tensors: Sequence[Tensor]) -> None:

@@ -128,7 +128,7 @@ def activate() -> None:
     for route in ("tensor", "disk", "distributed"):
         _wrap(weight_updater.WeightUpdater, f"update_weights_from_{route}", getattr(weights, f"from_{route}"))
     # A scheduler waits there for a sender that does not come: not for SGLang's half an hour.
-    weight_updater.init_custom_process_group = functools.partial(init_custom_process_group, timeout=group.TIMEOUT)
+    weight_updater.init_custom_process_group = functools.partial(group.of_server, init_custom_process_group)
     if not torch.cuda.is_available():
         _wrap(BaseHostCache, "__init__", cpu.host_cache)
         paged.alloc_extend_kernel = cpu.Kernel(cpu.alloc_extend)
