@@ -131,6 +131,10 @@ def test_bad_options(line, capsys):
         ("--sampler http://127.0.0.1:9 --page-size 8", "--page-size is for miniTransformer's own sampler"),
         ("--sampler http://127.0.0.1:9 --stages logits", "--stages is for miniTransformer's own sampler"),
         ("--sampler sglang --recipe nvfp4_per_token --layers 0=bf16", "--layers can't be told to SGLang"),
+        ("--sampler sglang --sglang-arg=--port=5", "sglang-arg --port: the command chooses it itself"),
+        ("--sampler sglang --sglang-arg=--host=::", "sglang-arg --host: the command chooses"),
+        ("--sampler sglang --sglang-arg=--x=1 --sglang-arg=--mod=z", "sglang-arg --mod: the command chooses"),
+        ("--sampler http://", "it names no host and port"),
         ("--sampler sglang --sglang-arg='--page-size", "no closing quotation; expected words"),
         ("--stock", "is for --sampler; add --sampler sglang"),
     ):

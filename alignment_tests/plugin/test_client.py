@@ -56,8 +56,29 @@ def test_a_server_that_is_not_sglang(answering, name):
 
 
 @pytest.mark.parametrize(
-    "url", ["http://127.0.0.1:abc", "http://[::1", "http://127.0.0.1 :1", "http://127.0.0.1:1\n", "here", ""]
-)
+    "url",
+    [
+        "http://127.0.0.1:abc", "http://[::1", "http://127.0.0.1 :1", "http://127.0.0.1:1\n", "here", "", "http://",
+        "http://:30000", "http://127.0.0.1:99999", "http://127.0.0.1:0", "ftp://127.0.0.1:1", "http://h:1?x=1",
+        "http://h:1/#f", "http://h:1/a b", "http://h:1/a\tb",
+    ],
+)  # fmt: skip
 def test_what_is_no_url(url):
     with pytest.raises(InputError, match="is no URL .*; expected http://host:port"):
-        Client(url, timeout=5).about()
+        Client(url)
+
+
+def test_a_password_is_not_repeated():
+    with pytest.raises(InputError, match="more than a host, a port and a path") as told:
+        Client("http://me:secret@127.0.0.1:30000")
+    assert "secret" not in str(told.value)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://h:1/under/a/path", "https://h", "http://[::1]:3/"])
+def test_what_is_one(url):
+    assert Client(url).url == url.rstrip("/")
+
+
+def test_a_host_whose_name_no_resolver_takes():
+    with pytest.raises(InputError, match="no server answers"):
+        Client("http://" + "a" * 300, timeout=2).about()

@@ -25,6 +25,8 @@ PARTS = {
     "rescore": "SGLang's prefill scores the same tokens", "learner": "scoring with the learner",
     "transformers": "scoring with transformers",
 }  # fmt: skip
+# Arguments that _client gives, so that it finds the server.
+CHOSEN_HERE = ("--port", "--host", "--model-path", "--model", "--device", "--help", "--version")
 # A server for one comparison captures no graph that it will not use; --sglang-arg comes later and wins.
 FEW_GRAPHS, MOST_CAPTURED = ("--cuda-graph-backend-prefill", "disabled"), 256
 
@@ -97,14 +99,27 @@ def _check(args: argparse.Namespace) -> None:
     own += ["--stages"] if args.stages else []
     if own:
         raise InputError(f"{own[0]} is for miniTransformer's own sampler; with --sampler use --sglang-arg, or leave it")
-    _words(args.sglang_arg)
+    for word in _words(args.sglang_arg):
+        option = word.split("=")[0]
+        if len(option) > 4 and any(one.startswith(option) for one in CHOSEN_HERE):  # argparse takes beginnings
+            raise InputError(
+                f"--sglang-arg {option}: the command chooses it itself; leave it out, or start the server by hand and "
+                "give its URL as --sampler"
+            )
     if args.sampler == "sglang":
         if args.layers:
             raise InputError("--layers can't be told to SGLang; `minitransformer quantize` writes such a checkpoint")
+        from minitransformer.plugins.sglang.plugin import sglang_version
+
+        sglang_version()
     elif not args.sampler.startswith(("http://", "https://")):
         raise InputError(f"--sampler {args.sampler}: expected sglang or http://host:port")
     elif args.sglang_arg:
         raise InputError("--sglang-arg is for a server that is started: --sampler sglang")
+    else:  # before a large model is loaded
+        from minitransformer.plugins.sglang.client import QUICK, Client
+
+        Client(args.sampler, QUICK).about()
 
 
 @contextmanager
@@ -118,9 +133,7 @@ def _client(args: argparse.Namespace, model: Any, requests: int, show: Callable[
     from minitransformer.plugins.sglang import stock, stock_kernels
     from minitransformer.plugins.sglang.arguments import RECIPE
     from minitransformer.plugins.sglang.launch import Server
-    from minitransformer.plugins.sglang.plugin import sglang_version
 
-    sglang_version()
     cpu = common.device(args.device, args).type == "cpu"
     arguments = [] if args.stock else ["--enable-return-routed-experts"]
     if args.stock:  # its other attention backends need a GPU

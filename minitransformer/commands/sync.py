@@ -47,9 +47,13 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--to {args.to}: expected http://host:port")
     if not args.timeout > 0:
         raise InputError(f"--timeout {args.timeout:g} must be above 0")
+    from minitransformer.plugins.sglang.client import QUICK, Client
+    from minitransformer.plugins.sglang.sync import require_route, sync
+
+    require_route(args.route, args.backend)
+    Client(args.to, min(QUICK, args.timeout)).about()  # before a large model is loaded
     model = common.load_model(args)
     from minitransformer.learner.learner import Learner
-    from minitransformer.plugins.sglang.sync import sync
 
     with common.progress() as show:
         report = sync(Learner(model), args.to, args.route, args.directory, args.timeout, show, args.backend)

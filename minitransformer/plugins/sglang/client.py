@@ -3,6 +3,7 @@
 import http.client
 import json
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 from minitransformer.errors import InputError
 from minitransformer.plugins.sglang.identity import PREFIX, read_identity
 
+QUICK = 30  # seconds, of a question that a server answers at once
 UNREADABLE = "the answer is not SGLang's; is the URL that of an SGLang server?"
 
 
@@ -30,11 +32,31 @@ class Output:
     meta: dict[str, Any]
 
 
+def checked(url: str) -> str:
+    """The URL without a slash at its end. InputError unless it is http://host[:port][/path], or https."""
+
+    def no(why: str) -> InputError:
+        return InputError(f"{url.rpartition('@')[2]!r} is no URL ({why}); expected http://host:port")
+
+    try:
+        parts = urllib.parse.urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise no(str(error)) from None
+    if any(c.isspace() or not c.isprintable() for c in url):
+        raise no("it has a space or a control character")
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        raise no("its scheme is not http" if parts.scheme not in ("http", "https") else "it names no host and port")
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise no("it has more than a host, a port and a path")
+    return url.rstrip("/")
+
+
 class Client:
     """url: 'http://host:port'; timeout: seconds of one answer. Raises InputError for a server that does not answer."""
 
     def __init__(self, url: str, timeout: float = 600) -> None:
-        self.url, self.timeout = url.rstrip("/"), timeout
+        self.url, self.timeout = checked(url), timeout
 
     def call(self, path: str, body: Any = None) -> Any:
         """GET, or POST of JSON -> the answer: of JSON, or text. InputError names the server's state."""
@@ -49,9 +71,7 @@ class Client:
         except TimeoutError:
             late = f"no answer within {self.timeout:g} s; the server may still be at it"
             raise InputError(f"{self.url}{path}: {late}") from None
-        except (http.client.InvalidURL, ValueError) as error:  # from the URL alone: nothing was sent
-            raise InputError(f"{self.url!r} is no URL ({error}); expected http://host:port") from None
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: a host that can't be encoded
             reason = getattr(error, "reason", error)
             raise InputError(f"{self.url}{path}: no server answers ({reason!s:.200}); is it running?") from None
         try:

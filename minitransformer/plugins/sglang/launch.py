@@ -124,7 +124,7 @@ class Server:
         """What the log says of the end: our own sentence, else its last error, else its last lines."""
         lines = [line for line in self.log.read_text("utf-8", "replace").splitlines() if line.strip()]
         ours = [line for line in lines if "miniTransformer is not live" in line]
-        errors = [line for line in lines if re.match(r"(\w+\.)*\w+(Error|Exception)(: |$)", line)]
+        errors = [line for line in lines if re.match(r"(\w+\.)*\w+(Error|Exception)(: |$)|[\w. ]+: error: ", line)]
         return (ours or errors or [" / ".join(lines[-3:])])[-1]
 
     def stop(self) -> None:

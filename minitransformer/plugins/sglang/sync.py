@@ -106,10 +106,7 @@ def sync(
     InputError, with the server's state, if it refuses, does not answer within `timeout` seconds or runs another model.
     """
     client = Client(to if isinstance(to, str) else to.url, timeout)
-    if route not in (None, *ROUTES):
-        raise InputError(f"route {route!r} is not supported; choose {', '.join(ROUTES[:-1])} or {ROUTES[-1]}")
-    if backend is not None and route != "distributed":
-        raise InputError(f"backend {backend!r} is of the route distributed; choose that route, or leave it out")
+    require_route(route, backend)
     route = route or ("tensor" if _is_here(client.url) else "disk")
     model, seconds = learner.model, dict[str, float]()
     client.about()
@@ -149,6 +146,14 @@ def sync(
     return SyncReport(
         client.url, route, before is None, len(tensors), size, layers, seconds, len(expected), differing, probe
     )
+
+
+def require_route(route: str | None, backend: str | None) -> None:
+    """InputError for a route that is none, and for a backend without its route."""
+    if route not in (None, *ROUTES):
+        raise InputError(f"route {route!r} is not supported; choose {', '.join(ROUTES[:-1])} or {ROUTES[-1]}")
+    if backend is not None and route != "distributed":
+        raise InputError(f"backend {backend!r} is of the route distributed; choose that route, or leave it out")
 
 
 def _is_here(url: str) -> bool:
