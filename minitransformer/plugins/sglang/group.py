@@ -12,6 +12,7 @@ import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from threading import Thread
 from typing import Any
 
@@ -26,7 +27,7 @@ from minitransformer.plugins.sglang.launch import free_port
 from minitransformer.plugins.sglang.send import Named, Request
 
 TIMEOUT = timedelta(seconds=120)  # for two to meet, and for a broadcast, on both sides
-LEAVE_TIMEOUT = 30  # seconds, of the server's answer to the group's end: it may be what hangs
+LEAVE_TIMEOUT = 30  # seconds, of the group's end on either side: it may be what hangs
 LEARNER, SERVER = 0, 1  # ranks
 BACKENDS = ("nccl", "gloo")
 WAIT = "TORCH_NCCL_BLOCKING_WAIT"  # read when a group is made
@@ -67,10 +68,17 @@ def by_group(
         }  # fmt: skip
     finally:
         sending.join(1)
-        with suppress(InputError):  # the server may be gone
-            leaving = Client(client.url, min(client.timeout, LEAVE_TIMEOUT))
-            leaving.call("/destroy_weights_update_group", {"group_name": name})
-        group.abort() if sending.is_alive() else dist.destroy_process_group(group)
+        _leave(client, name, group.abort if sending.is_alive() else partial(dist.destroy_process_group, group))
+
+
+def _leave(client: Client, name: str, end: Callable[[], Any]) -> None:
+    """Both at once: with cuMem on, NCCL of either side waits for the other's end. Whoever hangs is left behind."""
+    ending = Thread(target=end, daemon=True)
+    ending.start()
+    with suppress(InputError):  # the server may be gone
+        leaving = Client(client.url, min(client.timeout, LEAVE_TIMEOUT))
+        leaving.call("/destroy_weights_update_group", {"group_name": name})
+    ending.join(LEAVE_TIMEOUT)
 
 
 def require_same_means(url: str, server: Mapping[str, Any] | None) -> None:
