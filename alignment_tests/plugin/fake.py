@@ -36,7 +36,7 @@ class Fake:
     written, the connection ends)."""
 
     def __init__(self, model: Any, form: Any = None, stock: bool = False) -> None:
-        self.model, self.form, self.stock, self.fault = model, form, stock, ""
+        self.model, self.form, self.stock, self.fault, self.told = model, form, stock, "", {}
         self.receiver = Receiver(model, form)
         self.receiver.missing = set()
         self.updates: list[str] = []
@@ -79,7 +79,7 @@ class Fake:
 
     def reply(self, path: str, body: Any) -> tuple[int, Any]:
         if path == "/server_info":
-            return 200, {"version": "0.5.17", "model_path": "fake"}
+            return 200, {"version": "0.5.17", "model_path": "fake"} | self.told
         if path == "/weights_checker":
             if self.stock:
                 return 400, {"success": False, "message": "Unknown action"}

@@ -152,6 +152,33 @@ def test_when_it_can(changes, server, words, monkeypatch):
     assert (found is None) if words is None else re.search(words, found), found
 
 
+TELLS = {"enable_deterministic_inference": True, "attention_backend": "triton", "chunked_prefill_size": 128}
+
+
+@pytest.mark.parametrize("server, longest, stalls", [
+    ({}, 129, True), ({}, 128, False), ({"chunked_prefill_size": 4096}, 9000, False),
+    ({"chunked_prefill_size": -1}, 9000, False), ({"chunked_prefill_size": None}, 9000, False),
+    ({"enable_deterministic_inference": False}, 129, False), ({"attention_backend": "fa3"}, 129, False),
+    ({"attention_backend": "flashinfer"}, 129, True),
+])  # fmt: skip
+def test_a_server_that_would_never_begin(server, longest, stalls, monkeypatch):
+    found = stock.stalls(TELLS | server, longest)
+    assert bool(found) == stalls and (not stalls or "_PREFILL_" in found and "--chunked-prefill-size 4096" in found)
+    for name in stock.CUTS.values():
+        monkeypatch.setenv(name, "64")
+    assert stock.stalls(TELLS | server, longest) is None
+
+
+def test_it_is_told_before_anything_is_sampled(exchanged):
+    with Fake(tiny_model(0, **ALL_SPARSE), stock=True) as server:
+        server.told = TELLS | {"chunked_prefill_size": 16}
+        assert run(server).equal  # up to 10 tokens and 6 new ones
+        server.told = TELLS | {"chunked_prefill_size": 15}
+        server.generate = None
+        with pytest.raises(InputError, match="never begins a prompt of more than its chunk, 15 tokens"):
+            run(server)
+
+
 @pytest.fixture
 def exchanged(monkeypatch):
     """As on a GPU, with the learner's operators for SGLang's."""

@@ -81,6 +81,9 @@ def align_engine(
         else:
             require_same(model, identity, client.url)
             _require_weights(model, client)
+        longest = max([len(ids) + p.max_new_tokens for ids, p in zip(prompts, params, strict=True)], default=0)
+        if why := stock.stalls(server, longest):
+            raise InputError(f"{client.url}: {why}")
     temperatures = [p.log_prob_temperature for p in params]
     routed = bool(server.get("enable_return_routed_experts"))
     on_step("sampler")

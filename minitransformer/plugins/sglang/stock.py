@@ -10,6 +10,7 @@ its kernels by the size of the batch: no learner could know what to equal, and `
 A decode is another kernel in any case, so what the server emitted is equalled by no prefill, its own included.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -43,10 +44,13 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
         "enable_single_batch_overlap", "enable_dp_attention", "triton_attention_reduce_in_fp32",
     ), _OFF),
 }  # fmt: skip
+CUTS = {  # by attention backend
+    "triton": "SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE", "flashinfer": "SGLANG_FLASHINFER_PREFILL_SPLIT_TILE_SIZE"
+}  # fmt: skip
 HEADS = (64, 128, 256)  # other sizes take another path in SGLang's RoPE
 # Of one pass, in whole sequences; a longer one goes alone. At the widths of Qwen3-30B-A3B about 2 GB.
 PASS_TOKENS = 16384
-__all__ = ["SglangKernels", "hidden", "log_probs", "unable", "warm"]
+__all__ = ["SglangKernels", "hidden", "log_probs", "stalls", "unable", "warm"]
 
 
 def unable(model: Any, server: Mapping[str, Any]) -> str | None:
@@ -82,6 +86,27 @@ def _started_otherwise(server: Mapping[str, Any]) -> str | None:
         if name in server and server[name] not in allowed
     ]
     return f"the server was started otherwise ({'; '.join(wrong)}); use {' '.join(ARGUMENTS)}" if wrong else None
+
+
+def stalls(server: Mapping[str, Any], longest: int) -> str | None:
+    """Why this server would never answer for a prompt of `longest` tokens; None if it would.
+
+    A deterministic SGLang cuts prompts only at multiples of a number; where a chunk is below it, a longer prompt waits
+    for ever (add_one_req in SGLang's schedule_policy.py).
+    """
+    variable = CUTS.get(server.get("attention_backend"))
+    chunk = server.get("chunked_prefill_size") or -1
+    if variable is None or not server.get("enable_deterministic_inference") or not 0 < chunk < longest:
+        return None
+    given = os.environ.get(variable, "")
+    cut = int(given) if given.isdecimal() else 4096
+    if chunk >= cut:
+        return None
+    return (
+        f"this deterministic server never begins a prompt of more than its chunk, {chunk} tokens, since that is below "
+        f"{variable} ({cut}), and up to {longest} will be sent; start it with --chunked-prefill-size {cut}, or set "
+        "that variable, for the server and for this command, to the chunk"
+    )
 
 
 @torch.no_grad()
