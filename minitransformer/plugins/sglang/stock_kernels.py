@@ -16,10 +16,10 @@ from minitransformer.errors import InputError
 
 # DeepGEMM is another product than the Triton kernel; server and learner must choose the same one.
 ENVIRONMENT = {"SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM": "0"}
-# Of the server whose prefill these operators are.
+# Of the server whose prefill these operators are. By itself it would serve a checkpoint in FP32 as FP16.
 ARGUMENTS = (
     "--enable-deterministic-inference", "--attention-backend", "triton", "--sampling-backend", "pytorch",
-    "--moe-runner-backend", "triton",
+    "--moe-runner-backend", "triton", "--dtype", "bfloat16",
 )  # fmt: skip
 # How SGLang's fused MoE is launched under --enable-deterministic-inference.
 TILES = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 8}
