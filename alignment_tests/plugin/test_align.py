@@ -1,6 +1,7 @@
 """`align --sampler` against a stand-in server: equal, different, stock, and what is told before anything is sampled."""
 
 import json
+import re
 
 import pytest
 
@@ -120,6 +121,16 @@ def test_the_command(line, tmp_path, capsys):
         assert main([*line, "--sampler", server.url]) == 1
         out = capsys.readouterr().out
         assert "a STOCK server, SGLang's own model" in out and "DIFFERENT: 29 of 29" in out
+
+
+def test_a_prompt_without_room_on_the_server(line, capsys):
+    """Told by its line, before anything is sampled."""
+    with Fake(tiny_model(0, **ALL_SPARSE)) as server:
+        server.told = {"max_req_input_len": 16}
+        assert main([*line, "--sampler", server.url, "--max-new-tokens", "6"]) == 0
+        server.generate = None
+        assert main([*line, "--sampler", server.url, "--max-new-tokens", "7"]) == 2
+    assert re.search(r"prompts:3: the prompt has 10 tokens and asks for 7: more than the 16", capsys.readouterr().err)
 
 
 def test_bad_options(line, capsys):

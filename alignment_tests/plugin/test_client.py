@@ -82,3 +82,14 @@ def test_what_is_one(url):
 def test_a_host_whose_name_no_resolver_takes():
     with pytest.raises(InputError, match="no server answers"):
         Client("http://" + "a" * 300, timeout=2).about()
+
+
+@pytest.mark.parametrize("body, words", [
+    (b'{"error": {"message": "too long", "code": 400}}', "too long"), (b'{"message": "no", "success": false}', "no"),
+    (b'{"error": "a text"}', '{"error": "a text"}'), (b"[1]", r"\[1\]"), (b"plain", "plain"), (b"", ""),
+])  # fmt: skip
+def test_a_refusal_is_told_in_the_servers_words(answering, body, words):
+    head = f"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    answering.raw = head.encode() + body
+    with pytest.raises(InputError, match=rf"refuses \(400\): {words}$"):
+        Client(f"http://127.0.0.1:{answering.server_address[1]}", timeout=5).call("/x")

@@ -108,6 +108,8 @@ def sampling_params(args: argparse.Namespace, count: int) -> "list[SamplingParam
     """One SamplingParams a request."""
     from minitransformer.sampler.sequence import SamplingParams
 
+    if args.seed >= 0 and args.seed + count > 1 << 63:
+        raise InputError(f"--seed {args.seed}: request i draws with seed S + i, and {count} of them go beyond 2^63 - 1")
     return [
         SamplingParams(args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.seed + i)
         for i in range(count)

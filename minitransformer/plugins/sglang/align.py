@@ -81,9 +81,7 @@ def align_engine(
         else:
             require_same(model, identity, client.url)
             _require_weights(model, client)
-        longest = max([len(ids) + p.max_new_tokens for ids, p in zip(prompts, params, strict=True)], default=0)
-        if why := stock.stalls(server, longest):
-            raise InputError(f"{client.url}: {why}")
+        _require_room(server, prompts, params, client.url)
     temperatures = [p.log_prob_temperature for p in params]
     routed = bool(server.get("enable_return_routed_experts"))
     on_step("sampler")
@@ -129,6 +127,21 @@ def _require_weights(model: Any, client: Client) -> None:
             f"{client.url}: the server holds other weights than --model: {len(wrong)} of {len(ours)} tensors differ "
             f"({first_few(wrong)}); send them with `minitransformer sync --model DIR --to {client.url}`"
         )
+
+
+def _require_room(server: dict[str, Any], prompts: Sequence, params: Sequence[SamplingParams], url: str) -> None:
+    """InputError for a request that the server would refuse, or never answer; a completion is sent to it again."""
+    lengths = [len(ids) + p.max_new_tokens for ids, p in zip(prompts, params, strict=True)]
+    most = server.get("max_req_input_len")
+    for i, length in enumerate(lengths):
+        if isinstance(most, int) and length > most:
+            size = f"has {len(prompts[i])} tokens and asks for {params[i].max_new_tokens}"
+            raise InputError(
+                f"prompts[{i}] {size}: more than the {most} that {url} takes at once; shorten it, ask for fewer, or "
+                "start the server with more room"
+            )
+    if why := stock.stalls(server, max(lengths, default=0)):
+        raise InputError(f"{url}: {why}")
 
 
 def _sglang(p: SamplingParams, config: Any) -> dict[str, Any]:

@@ -66,8 +66,8 @@ class Client:
             with urllib.request.urlopen(request, timeout=self.timeout) as answer:
                 content, kind = answer.read(), answer.headers.get("Content-Type", "")
         except urllib.error.HTTPError as error:
-            said = error.read().decode("utf-8", "replace")[:500]
-            raise InputError(f"{self.url}{path}: the server refuses ({error.code}): {said}") from None
+            said = _message(error.read().decode("utf-8", "replace"))
+            raise InputError(f"{self.url}{path}: the server refuses ({error.code}): {said:.500}") from None
         except TimeoutError:
             late = f"no answer within {self.timeout:g} s; the server may still be at it"
             raise InputError(f"{self.url}{path}: {late}") from None
@@ -150,6 +150,16 @@ class Client:
             if len(found) != len(prompts):
                 raise ValueError(f"{len(found)} answers to {len(prompts)} prompts")
             return found
+
+
+def _message(body: str) -> str:
+    """What SGLang's JSON of an error says; the body as it is if it is another's."""
+    try:
+        found = json.loads(body)
+        found = found.get("error", found)
+        return str(found["message"])
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return body
 
 
 def _output(answer: dict[str, Any]) -> Output:
