@@ -79,6 +79,12 @@ def test_what_is_one(url):
     assert Client(url).url == url.rstrip("/")
 
 
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), 1e12])
+def test_a_timeout_that_no_socket_takes(timeout):
+    with pytest.raises(InputError, match="more than 0 and at most 1e"):
+        Client("http://h:1", timeout)
+
+
 def test_a_host_whose_name_no_resolver_takes():
     with pytest.raises(InputError, match="no server answers"):
         Client("http://" + "a" * 300, timeout=2).about()

@@ -226,7 +226,9 @@ def test_the_command(tmp_path, capsys):
         assert main([*line, server.url]) == 2 and "nothing was written" in capsys.readouterr().err
     for bad, words in (("here", "expected http"), ("http://127.0.0.1:9", "no server answers")):
         assert main([*line, bad]) == 2 and words in capsys.readouterr().err
-    for more, words in ((["--route", "x"], "route 'x' is not"), (["--backend", "gloo"], "is of the route distributed")):
+    for more, words in ((["--route", "x"], "route 'x' is not"), (["--backend", "gloo"], "is of the route distributed"),
+                        (["--route", "tensor", "--directory", "x"], "is of the route disk"),
+                        (["--timeout", "inf"], "must be above 0 and at most 1e+06")):  # fmt: skip
         assert main([*line[:2], "nowhere", "--to", "http://127.0.0.1:9", *more]) == 2  # told before anything is loaded
         assert words in capsys.readouterr().err
     assert main(["sync", "--model", "nowhere", "--to", "http://127.0.0.1:9"]) == 2

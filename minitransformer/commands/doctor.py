@@ -23,7 +23,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--tune", action="store_true", help="prove, time and choose; writes the user's table")
     tokens = f"of --tune: numbers of tokens (1 to {MOST_ROWS})"
     command.add_argument("--rows", type=int, nargs="+", metavar="M", help=tokens)
-    command.add_argument("--seconds", type=float, default=300, metavar="S", help="of --tune: begin nothing later (300)")
+    command.add_argument("--seconds", type=float, metavar="S", help="of --tune: begin nothing later (default 300)")
     command.add_argument("--seed", type=int, metavar="S", help="of the operands (default: a new one each time)")
     command.add_argument("--table", action="store_true", help="show the table's rows, not the checks alone")
     common.add_allow_unverified(command)
@@ -36,12 +36,13 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--rows {min(args.rows)}: must be at least 1")
     if args.rows is not None and max(args.rows) > MOST_ROWS:
         raise InputError(f"--rows {max(args.rows)}: must be at most {MOST_ROWS}")
-    if not args.seconds > 0:
+    if args.seconds is not None and not args.seconds > 0:
         raise InputError(f"--seconds {args.seconds:g}: must be above 0")
     if args.seed is not None and not 0 <= args.seed < 1 << 63:
         raise InputError(f"--seed {args.seed}: must be 0 to 2^63 - 1")
-    if args.rows is not None and not args.tune:
-        raise InputError("--rows is for --tune; add that, or leave it out")
+    for option, given in (("--rows", args.rows), ("--seconds", args.seconds)):
+        if given is not None and not args.tune:
+            raise InputError(f"{option} is for --tune; add that, or leave it out")
     from minitransformer.devices import allow_unverified
     from minitransformer.tuning import checks
 
@@ -72,7 +73,7 @@ def _tune(args: argparse.Namespace, seed: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     common.check_output(path)  # before minutes of work
     try:
-        made = tune.tune(torch.device("cuda", 0), rows=args.rows or tune.ROWS, seed=seed, seconds=args.seconds)
+        made = tune.tune(torch.device("cuda", 0), rows=args.rows or tune.ROWS, seed=seed, seconds=args.seconds or 300)
     except WrongReference as error:
         print(f"no table is written: {error}")
         return

@@ -29,7 +29,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--route",
         metavar="ROUTE",
         help="tensor: through memory, same host; disk: through a directory that both read; distributed: over a process "
-        "group (default: tensor for a server on this host, else disk)",
+        "group (default: tensor for a server on this host and without --directory, else disk)",
     )
     command.add_argument(
         "--backend", metavar="NAME", help="of the route distributed: nccl (default on a GPU) or gloo (default on a CPU)"
@@ -45,12 +45,12 @@ def run(args: argparse.Namespace) -> int:
     common.check_output(args.json, [args.model])
     if not args.to.startswith(("http://", "https://")):
         raise InputError(f"--to {args.to}: expected http://host:port")
-    if not args.timeout > 0:
-        raise InputError(f"--timeout {args.timeout:g} must be above 0")
-    from minitransformer.plugins.sglang.client import QUICK, Client
+    from minitransformer.plugins.sglang.client import LONGEST, QUICK, Client
     from minitransformer.plugins.sglang.sync import require_route, sync
 
-    require_route(args.route, args.backend)
+    if not 0 < args.timeout <= LONGEST:
+        raise InputError(f"--timeout {args.timeout:g} must be above 0 and at most {LONGEST:g}")
+    require_route(args.route, args.backend, args.directory)
     Client(args.to, min(QUICK, args.timeout)).about()  # before a large model is loaded
     model = common.load_model(args)
     from minitransformer.learner.learner import Learner

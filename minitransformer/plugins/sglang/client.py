@@ -13,6 +13,7 @@ from typing import Any
 from minitransformer.errors import InputError
 from minitransformer.plugins.sglang.identity import PREFIX, read_identity
 
+LONGEST = 1e6  # seconds; a socket takes no infinity
 QUICK = 30  # seconds, of a question that a server answers at once
 UNREADABLE = "the answer is not SGLang's; is the URL that of an SGLang server?"
 
@@ -56,6 +57,8 @@ class Client:
     """url: 'http://host:port'; timeout: seconds of one answer. Raises InputError for a server that does not answer."""
 
     def __init__(self, url: str, timeout: float = 600) -> None:
+        if not 0 < timeout <= LONGEST:
+            raise InputError(f"timeout {timeout:g}: give seconds, more than 0 and at most {LONGEST:g}")
         self.url, self.timeout = checked(url), timeout
 
     def call(self, path: str, body: Any = None) -> Any:

@@ -100,14 +100,14 @@ def sync(
 ) -> SyncReport:
     """Sends the weights of learner.model to a server and compares; the report says whether they arrived.
 
-    to: 'http://host:port', a Client or a launch.Server. route: of ROUTES; None: tensor for a server on this host, else
-    disk. directory: where the disk route may write, readable by the server (default: the temporary directory). backend:
-    of the distributed route's group, 'nccl' or 'gloo' (group.py).
+    to: 'http://host:port', a Client or a launch.Server. route: of ROUTES; None: tensor for a server on this host, disk
+    for another, or if a directory is given. directory: where the disk route may write, readable by the server (default:
+    the temporary directory). backend: of the distributed route's group, 'nccl' or 'gloo' (group.py).
     InputError, with the server's state, if it refuses, does not answer within `timeout` seconds or runs another model.
     """
     client = Client(to if isinstance(to, str) else to.url, timeout)
     require_route(route, backend)
-    route = route or ("tensor" if _is_here(client.url) else "disk")
+    route = route or ("tensor" if _is_here(client.url) and directory is None else "disk")
     model, seconds = learner.model, dict[str, float]()
     client.about()
     before = client.identity()
@@ -148,12 +148,14 @@ def sync(
     )
 
 
-def require_route(route: str | None, backend: str | None) -> None:
-    """InputError for a route that is none, and for a backend without its route."""
+def require_route(route: str | None, backend: str | None, directory: str | Path | None = None) -> None:
+    """InputError for a route that is none, and for a backend or a directory without its route."""
     if route not in (None, *ROUTES):
         raise InputError(f"route {route!r} is not supported; choose {', '.join(ROUTES[:-1])} or {ROUTES[-1]}")
     if backend is not None and route != "distributed":
         raise InputError(f"backend {backend!r} is of the route distributed; choose that route, or leave it out")
+    if directory is not None and route not in (None, "disk"):
+        raise InputError(f"directory {str(directory)!r} is of the route disk; choose that route, or leave it out")
 
 
 def _is_here(url: str) -> bool:
