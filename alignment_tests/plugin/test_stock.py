@@ -113,6 +113,16 @@ def test_a_sequence_of_a_length_that_cannot_be(length):
         stock.log_probs(model, [[1, 2], [3] * length], OwnKernels())
 
 
+def test_what_does_not_fit_is_a_sentence(monkeypatch):
+    def full(self, x, weight):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(OwnKernels, "linear", full)
+    said = "out of GPU memory in a pass of 1,030 tokens on SGLang's kernels: 2.00 GiB more were needed.*; use shorter"
+    with pytest.raises(InputError, match=said):
+        stock.log_probs(tiny_model(0, max_positions=2048, **ALL_SPARSE), [[1] * 1030], OwnKernels())
+
+
 def test_warming_stays_inside_the_model(monkeypatch):
     seen, model = [], tiny_model(0, max_positions=20, vocab_size=11, **ALL_SPARSE)
     monkeypatch.setattr(stock, "log_probs", lambda model, sequences, kernels: seen.extend(sequences))
