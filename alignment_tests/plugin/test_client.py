@@ -92,6 +92,7 @@ def test_a_host_whose_name_no_resolver_takes():
 
 @pytest.mark.parametrize("body, words", [
     (b'{"error": {"message": "too long", "code": 400}}', "too long"), (b'{"message": "no", "success": false}', "no"),
+    (b'{"message": "2 faults:\\n  one\\n"}', "2 faults: one"),
     (b'{"error": "a text"}', '{"error": "a text"}'), (b"[1]", r"\[1\]"), (b"plain", "plain"), (b"", ""),
 ])  # fmt: skip
 def test_a_refusal_is_told_in_the_servers_words(answering, body, words):

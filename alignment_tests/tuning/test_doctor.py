@@ -88,3 +88,23 @@ def test_without_triton_kernels_are_absent(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     check = checks._offline()
     assert check.state == "absent" and "Triton is not installed" in check.text
+
+
+def test_what_it_says_of_sglang(monkeypatch):
+    from minitransformer.errors import InputError
+    from minitransformer.plugins.sglang import plugin
+
+    def none():
+        raise InputError("SGLang is not installed; `pip install` it")
+
+    monkeypatch.setattr(plugin, "sglang_version", none)
+    assert checks._sglang() == checks.Check("sglang", "absent", "SGLang is not installed; `pip install` it")
+    monkeypatch.setattr(plugin, "sglang_version", lambda: "0.5.17")
+    monkeypatch.setattr(plugin, "entry_points", lambda **which: [])
+    found = checks._sglang()
+    assert found.state == "warning" and "not installed, so SGLang can't find its plugin" in found.text
+    monkeypatch.setattr(plugin, "entry_points", lambda **which: [which])
+    assert checks._sglang() == checks.Check("sglang", "ok", "SGLang 0.5.17, as tested, and it finds our plugin")
+    monkeypatch.setattr(plugin, "sglang_version", lambda: "0.5.18")
+    found = checks._sglang()
+    assert found.state == "warning" and "SGLang 0.5.18 is installed, 0.5.17 was tested" in found.text

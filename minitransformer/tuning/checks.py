@@ -12,7 +12,8 @@ from minitransformer.devices import unverified, unverified_allowed
 from minitransformer.errors import InputError
 from minitransformer.tuning import machine, proof, table
 
-# ok: compared, and the bits are the spec's. failed: they are not. warning: not the machine it was verified on.
+# ok: compared, and the bits are the spec's; or as tested, where nothing is compared. failed: they are not. warning: not
+# the machine, or the SGLang, it was verified on.
 # absent: this machine cannot do it, and why.
 STATES = ("ok", "failed", "warning", "absent")
 
@@ -28,6 +29,7 @@ def run(seed: int, say: Callable[[str], None] = lambda line: None) -> Iterator[C
     """Every check that this machine allows, the cheap ones first. seed: of the operands of the proofs."""
     yield from _cpu(seed)
     yield _offline()
+    yield _sglang()
     if not torch.cuda.is_available():
         why = "this build of torch has no CUDA" if torch.version.cuda is None else "torch finds no NVIDIA GPU"
         yield Check("gpu", "absent", f"{why}: every operator runs on the CPU, with the bits that an H200 has")
@@ -82,6 +84,18 @@ def _offline() -> Check:
         why = str(error.__cause__ or error).strip().partition("\n")[0]
         return Check("kernels compile", "failed", f"{version}: {type(error).__name__}: {why}")
     return Check("kernels compile", "ok", version)
+
+
+def _sglang() -> Check:
+    """Whether an SGLang that is started here can have our model inside; no bits are compared."""
+    from minitransformer.plugins.sglang import plugin
+
+    try:
+        version = plugin.sglang_version()
+    except InputError as error:
+        return Check("sglang", "absent", str(error))
+    why = plugin.missing()
+    return Check("sglang", "warning" if why else "ok", why or f"SGLang {version}, as tested, and it finds our plugin")
 
 
 @contextlib.contextmanager

@@ -156,11 +156,11 @@ class Client:
 
 
 def _message(body: str) -> str:
-    """What SGLang's JSON of an error says; the body as it is if it is another's."""
+    """What SGLang's JSON of an error says, on one line; the body as it is if it is another's."""
     try:
         found = json.loads(body)
         found = found.get("error", found)
-        return str(found["message"])
+        return " ".join(str(found["message"]).split())
     except (AttributeError, LookupError, TypeError, ValueError):
         return body
 

@@ -68,20 +68,27 @@ def check_version() -> None:
         )
 
 
-def require_installed() -> None:
-    """SystemExit unless SGLang will find and call the entry point."""
+def missing() -> str | None:
+    """Why SGLang would not find and call the entry point, or must not; None if it will."""
     allowed = [name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()]
     if allowed and NAME not in allowed:
-        fail(f"SGLANG_PLUGINS={','.join(allowed)} leaves its plugin out; add {NAME}")
+        return f"SGLANG_PLUGINS={','.join(allowed)} leaves its plugin out; add {NAME}"
     if not entry_points(group=GROUP, name=NAME):
-        fail(
+        return (
             "its package is on the path but not installed, so SGLang can't find its plugin; `pip install` it (an old "
             "minitransformer.egg-info in the working directory hides an installed one: remove it)"
         )
     try:
         check_version()
     except InputError as error:
-        fail(str(error))
+        return str(error)
+    return None
+
+
+def require_installed() -> None:
+    """SystemExit unless SGLang will find and call the entry point."""
+    if why := missing():
+        fail(why)
 
 
 def require_active() -> None:
