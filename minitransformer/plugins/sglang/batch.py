@@ -67,7 +67,7 @@ class AttentionBackend(Base):
         size, longest = forward_batch.batch_size, int(forward_batch.seq_lens_cpu.max())
         requests = forward_batch.req_pool_indices[:size].long()
         # What lies past a request's end is never read: its position says where that is.
-        self.rows_SL[:size, :longest] = self.req_to_token_pool.req_to_token[requests, :longest].long()
+        self.rows_SL[:size, :longest] = self.req_to_token_pool.req_to_token[requests, :longest]
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         size, known = forward_batch.batch_size, self.batch
