@@ -18,6 +18,7 @@ from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from minitransformer.models.qwen3_moe.nvfp4_layout import FORMATS, MODELOPT
 from minitransformer.models.qwen3_moe.quantise import quantise
 from minitransformer.plugins.sglang import group, identity, send
+from minitransformer.plugins.sglang import sync as sync_module
 from minitransformer.plugins.sglang.checksums import checksums
 from minitransformer.plugins.sglang.client import Client
 from minitransformer.plugins.sglang.sync import sync
@@ -71,6 +72,27 @@ def test_a_learner_in_nvfp4_only_sends_what_it_has(tmp_path):
     with Fake(packed(tmp_path / "other"), MODELOPT) as server:
         assert sync(Learner(model), server).equal
         assert checksums(server.model) == checksums(model)
+
+
+@pytest.mark.parametrize("bad", [("scale", 127, "no block"), ("scale", 129, "no block"), ("scale_2", 127, "no finite")])
+def test_a_bad_scale_is_refused_and_nothing_written(tmp_path, monkeypatch, bad):
+    """The last byte of one expert's block scales: a NaN, a negative one; its outer scale: infinite."""
+    (name, bits, said), named = bad, sync_module._named
+    learner, suffix = trained(recipe="nvfp4_per_token"), f"experts.5.up_proj.weight_{name}"
+
+    def damaged(*rest):
+        for key, tensor in named(*rest):
+            if key.endswith(suffix):
+                tensor = tensor.clone()
+                tensor.view(-1).view(torch.uint8)[-2:] = torch.tensor([0x80 if name == "scale_2" else 0, bits])
+            yield key, tensor
+
+    monkeypatch.setattr(sync_module, "_named", damaged)
+    with Fake(packed(tmp_path), MODELOPT) as server:
+        before = checksums(server.model)
+        with pytest.raises(InputError, match=f"{suffix} has a value that is {said}"):
+            sync(learner, server)
+        assert checksums(server.model) == before
 
 
 def test_the_learner_is_left_as_it_was():

@@ -22,6 +22,25 @@ from minitransformer.plugins.sglang.checksums import checksums
 from minitransformer.plugins.sglang.identity import identity
 
 _FLOATS = (torch.bfloat16, torch.float32)
+Named = list[tuple[str, Tensor]]
+
+
+def _not_finite(tensor: Tensor) -> Tensor:
+    return ~torch.isfinite(tensor.to(torch.bfloat16)).all()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
+
+
+def _no_block_scale(tensor: Tensor) -> Tensor:
+    bits = _bits(tensor)
+    return (((bits & 0x7F) == 0x7F) | (bits > 0x7F)).any()  # a NaN, or a sign
+
+
+# Whether a tensor of this type has a value that is refused, on its device, and what is said of it.
+_BAD = dict.fromkeys(_FLOATS, (_not_finite, "a value that is no finite BF16 number; such weights are refused"))
+_BAD[torch.float8_e4m3fn] = (_no_block_scale, "a value that is no block scale (finite, no sign)")
 
 
 class Place(NamedTuple):
@@ -51,7 +70,8 @@ class Receiver:
     def load(self, tensors: Iterable[tuple[str, Tensor]], update: bool) -> None:
         """Writes the tensors. InputError: on the first load at once, in an update before anything is written."""
         if update:
-            tensors = [(name, self._read(name, tensor)) for name, tensor in tensors]
+            tensors = self._read(_numbers_to(torch.device("cpu"), list(tensors)))
+            tensors = _numbers_to(self.model.embed_tokens.weight.device, tensors)
             self._check_tied(dict(tensors))
             if absent := self.missing - dict(tensors).keys():
                 raise InputError(f"the server has no weights yet, and {first_few(absent)} is not among these: send all")
@@ -60,7 +80,7 @@ class Receiver:
         for name, tensor in tensors:
             into = place.into if (place := self.places.get(name)) else None
             if not update:  # one after another, so that a GPU may look at its own
-                tensor = self._read(name, tensor if into is None else tensor.to(into.device))
+                ((_, tensor),) = self._read([(name, tensor if into is None else tensor.to(into.device))])
             if into is not None:
                 into.copy_(tensor)
             head |= {name: tensor} if name == HEAD else {}
@@ -77,17 +97,25 @@ class Receiver:
                 mlp.experts.forget()
             mlp.experts.refresh(mlp)
 
-    def _read(self, name: str, tensor: Tensor) -> Tensor:
-        place = self.places.get(name)
-        if place is None:
-            raise InputError(f"{name}: the model has no such tensor; send the names of its Hugging Face checkpoint")
-        if tuple(tensor.shape) != place.shape or tensor.dtype not in place.dtypes:
-            raise InputError(
-                f"{name} is {tensor.dtype} {list(tensor.shape)}; the model takes {place.dtypes[0]} {list(place.shape)}"
-            )
-        if tensor.dtype in _FLOATS and not bool(torch.isfinite(tensor.to(torch.bfloat16)).all()):
-            raise InputError(f"{name} has a value that is no finite BF16 number; such weights are refused")
-        return place.read(tensor)
+    def _read(self, tensors: Named) -> Named:
+        """As they are kept, once all are checked. A GPU is asked for its answers together, not tensor by tensor."""
+        for name, tensor in tensors:
+            place = self.places.get(name)
+            if place is None:
+                raise InputError(f"{name}: the model has no such tensor; send the names of its Hugging Face checkpoint")
+            if tuple(tensor.shape) != place.shape or tensor.dtype not in place.dtypes:
+                found, taken = f"{tensor.dtype} {list(tensor.shape)}", f"{place.dtypes[0]} {list(place.shape)}"
+                raise InputError(f"{name} is {found}; the model takes {taken}")
+        answers: dict[torch.device, list[tuple[str, Tensor, str]]] = {}
+        for name, tensor in tensors:
+            if tensor.dtype in _BAD:
+                asked, said = _BAD[tensor.dtype]
+                answers.setdefault(tensor.device, []).append((name, asked(tensor), said))
+        for some in answers.values():
+            for (name, _, said), bad in zip(some, torch.stack([bad for _, bad, _ in some]).tolist(), strict=True):
+                if bad:
+                    raise InputError(f"{name} has {said}")
+        return [(name, self.places[name].read(tensor)) for name, tensor in tensors]
 
     def _check_tied(self, tensors: dict[str, Tensor]) -> None:
         """A head beside tied embeddings must be them: those that come with it, or those that are there."""
@@ -95,6 +123,16 @@ class Receiver:
             embedding = tensors.get(EMBEDDING, self.model.embed_tokens.weight)
             if not torch.equal(tensors[HEAD].to(embedding), embedding):
                 raise InputError(f"{HEAD} differs from {EMBEDDING}, but config.json ties them")
+
+
+def _numbers_to(home: torch.device, tensors: Named) -> Named:
+    """Outer scales, of which there are tens of thousands, go there in one piece."""
+    moved = [i for i, (_, t) in enumerate(tensors) if t.numel() == 1 and t.dtype == torch.float32 and t.device != home]
+    if moved:
+        values = torch.stack([tensors[i][1].reshape(()) for i in moved]).to(home)
+        for i, value in zip(moved, values, strict=True):
+            tensors[i] = tensors[i][0], value.reshape(tensors[i][1].shape)
+    return tensors
 
 
 def _parameter_places(model: Any) -> Iterator[tuple[str, Place]]:
@@ -118,15 +156,9 @@ def _quantised_places(q: Any, part: Part, form: Format) -> dict[str, Place]:
         stored = np.float32(tensor.reshape(-1)[0].item())
         return torch.tensor(float(form.read_scale(outer, stored)), dtype=torch.float32)
 
-    def block_scales(tensor: Tensor) -> Tensor:
-        bits = tensor.view(torch.uint8)
-        if bool((((bits & 0x7F) == 0x7F) | (bits > 0x7F)).any()):  # a NaN, or a sign
-            raise InputError(f"{scales} has a value that is no block scale (finite, no sign)")
-        return bits
-
     return {
         codes: Place((torch.uint8,), (N, K // 2), q.codes[part.expert, part.rows]),
-        scales: Place((torch.float8_e4m3fn,), (N, K // 16), q.scales[part.expert, part.rows], block_scales),
+        scales: Place((torch.float8_e4m3fn,), (N, K // 16), q.scales[part.expert, part.rows], _bits),
         outer: Place((torch.float32,), form.scalar, outers[min(part.column, len(outers) - 1)], decode_scale),
         static: Place((torch.float32,), form.scalar, None),  # recipes here quantise by each token's own amax
     }
