@@ -28,7 +28,7 @@ DEMO = dict(vocab_size=49152, hidden_size=576, num_layers=30, num_heads=9, num_k
 WIDE = dict(vocab_size=151936, hidden_size=2048, num_layers=4, num_heads=32, num_kv_heads=4, head_dim=128,
             intermediate_size=6144, expert_size=768, num_experts=128, top_k=8)  # fmt: skip
 SIZES = {"tiny": TINY, "demo": DEMO, "wide": WIDE}
-COMMON = ["--random-seed", "1", "--mem-fraction-static", "0.8", "--sleep-on-idle", "--context-length", "2048"]
+COMMON = ["--random-seed", "1", "--mem-fraction-static", "0.9", "--sleep-on-idle", "--context-length", "2048"]
 EXPERTS = ["--enable-return-routed-experts", "--decode-log-interval", "1"]
 RECIPE = ["--json-model-override-args", '{"minitransformer_recipe": "nvfp4_per_token"}']
 STOCK = ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--moe-runner-backend", "triton",
