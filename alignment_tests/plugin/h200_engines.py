@@ -94,8 +94,9 @@ def arguments(args: argparse.Namespace, name: str) -> tuple[str, list[str], bool
     """An engine's name -> (checkpoint, its arguments, whether it is stock)."""
     size, kind, *rest = name.split("-")
     stock = kind in ("stock", "deterministic")
-    more = [*COMMON, "--max-total-tokens", str(args.tokens), "--max-running-requests", str(max(args.batches))]
-    more += KINDS[kind]
+    # More than a batch: a prompt that is cut counts twice, so the last of a batch would run alone.
+    most = str(max(args.batches) + 8)
+    more = [*COMMON, "--max-total-tokens", str(args.tokens), "--max-running-requests", most, *KINDS[kind]]
     if "graphs" in rest and not args.cpu:
         more += ["--cuda-graph-backend-decode", "full", "--cuda-graph-bs-decode", *map(str, args.batches)]
     elif "default" not in rest:  # SGLang's own choice
