@@ -258,7 +258,7 @@ def test_the_server_is_started_as_the_kernels_need(monkeypatch, tmp_path):
     assert "--enable-deterministic-inference" in arguments
     assert {arguments[i + 1] for i, x in enumerate(arguments) if x.endswith("-backend")} == {"triton", "pytorch"}
     assert arguments[arguments.index("--cuda-graph-backend-prefill") + 1] == "disabled"
-    assert more["stock"] and not more["cpu"]
+    assert more["stock"] and not more["cpu"] and more["timeout"] == 300
     assert more["extra_environment"] == {"SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM": "0"}
     assert on_cpu == ["--attention-backend", "torch_native", "--page-size", "8"]
 

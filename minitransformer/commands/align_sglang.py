@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minitransformer.commands import common, prompt_lines
@@ -27,6 +28,7 @@ PARTS = {
 }  # fmt: skip
 # Arguments that _client gives, so that it finds the server.
 CHOSEN_HERE = ("--port", "--host", "--model-path", "--model", "--device", "--help", "--version")
+SLOWEST = 100e6  # bytes a second, of a disk that a server loads from
 # A server for one comparison captures no graph that it will not use; --sglang-arg comes later and wins.
 FEW_GRAPHS, MOST_CAPTURED = ("--cuda-graph-backend-prefill", "disabled"), 256
 
@@ -152,10 +154,11 @@ def _client(args: argparse.Namespace, model: Any, requests: int, show: Callable[
             stock.warm(model, kernels)
 
     show("starting SGLang")
+    size = sum(file.stat().st_size for file in Path(args.model).glob("*.safetensors"))
     more = stock_kernels.ENVIRONMENT if args.stock else None
     with Server(
         args.model, arguments, cpu=cpu, stock=args.stock, extra_environment=more, meanwhile=meanwhile,
-        on_phase=lambda phase: show(f"starting SGLang: {phase}"),
+        timeout=300 + size / SLOWEST, on_phase=lambda phase: show(f"starting SGLang: {phase}"),
     ) as server:  # fmt: skip
         try:
             yield Client(server.url)
