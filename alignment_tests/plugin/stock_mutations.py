@@ -3,6 +3,7 @@
 import torch
 
 from alignment_tests.plugin.own_kernels import OwnKernels
+from minitransformer.plugins.sglang import stock
 
 
 def residual_is_lost(patch) -> None:
@@ -37,6 +38,32 @@ def temperature_is_left_out(patch) -> None:
     patch.setattr(OwnKernels, "logprob", lambda self, logits, ids, temperature: score(self, logits, ids, 1.0))
 
 
+def passes_begin_with_the_first_temperature(patch) -> None:
+    one, all_of_them = stock._one_pass, []
+
+    def other(model, sequences, kernels, temperatures, first, trace):
+        all_of_them.extend(temperatures)
+        return one(model, sequences, kernels, all_of_them[: len(sequences)], first, trace)
+
+    patch.setattr(stock, "_one_pass", other)
+
+
+def passes_name_their_sequences_from_0(patch) -> None:
+    one = stock._one_pass
+    patch.setattr(stock, "_one_pass", lambda model, s, k, t, first, trace: one(model, s, k, t, 0, trace))
+
+
+def passes_share_a_sequence(patch) -> None:
+    bounds = stock.passes
+    patch.setattr(stock, "passes", lambda lengths: [(max(0, a - 1), b) for a, b in bounds(lengths)])
+
+
+OF_PASSES = {
+    f.__name__: f
+    for f in (
+        passes_begin_with_the_first_temperature, passes_name_their_sequences_from_0, passes_share_a_sequence
+    )
+}  # fmt: skip
 FAULTS = {
     f.__name__: f
     for f in (

@@ -79,21 +79,29 @@ def test_short_sequences_and_small_chunks(monkeypatch):
     assert torch.equal(stock.log_probs(model, [[1, 2, 3, 4, 5, 6]], OwnKernels())[0], whole[1])
 
 
-def test_passes_are_bounded(monkeypatch):
+def check_passes(patch, fault=lambda patch: None) -> None:
     """Whole sequences, at most PASS_TOKENS a pass; no bit and no name in a trace depends on it."""
-    model, (sequences, _) = tiny_model(1, **ALL_SPARSE), random_sequences(5, 6)
-    temperatures = [1.0, 0.6, 1.0, 2.0, 1.0, 0.7]
-    whole, trace = Trace(None), Trace(None)
+    model, (sequences, _), whole = tiny_model(1, **ALL_SPARSE), random_sequences(5, 6), Trace(None)
+    temperatures, lengths = [1.0, 0.6, 1.0, 2.0, 1.0, 0.7], [len(ids) for ids in sequences]
     expected = stock.log_probs(model, sequences, OwnKernels(), temperatures, whole)
-    lengths = [len(ids) for ids in sequences]
-    monkeypatch.setattr(stock, "PASS_TOKENS", max(lengths[:-1]) + min(lengths))
+    patch.setattr(stock, "PASS_TOKENS", max(lengths[:-1]) + min(lengths))
     bounds = list(stock.passes(lengths))
     assert len(bounds) > 2 and [a for a, _ in bounds] == [0, *(b for _, b in bounds[:-1])] and bounds[-1][1] == 6
-    found = stock.log_probs(model, sequences, OwnKernels(), temperatures, trace)
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    fault(patch)
     comparing = ComparingTrace(whole)
-    stock.log_probs(model, sequences, OwnKernels(), temperatures, comparing)
+    found = stock.log_probs(model, sequences, OwnKernels(), temperatures, comparing)
+    assert len(found) == 6 and all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert all(r.equal and r.rows for r in comparing.results())
+
+
+def test_passes_are_bounded(monkeypatch):
+    check_passes(monkeypatch)
+
+
+@pytest.mark.parametrize("fault", stock_mutations.OF_PASSES)
+def test_a_fault_in_the_passes_is_seen(fault, monkeypatch):
+    with pytest.raises(AssertionError):
+        check_passes(monkeypatch, stock_mutations.OF_PASSES[fault])
 
 
 @pytest.mark.parametrize("lengths, most, expected", [
