@@ -28,24 +28,24 @@ CALLS = {
     "mbarrier.init": "barrier_init(address(barrier), count);",
     "mbarrier.arrive.shared": "barrier_arrive(address(barrier), 0);",
     "mbarrier.arrive.expect_tx": "barrier_arrive(address(barrier), bytes);",
-    "{.reg .pred p; mbarrier.test_wait": "done = barrier_passed(address(barrier), parity);",
     "{.reg .pred done": "barrier_wait(address(barrier), parity);",
     "cp.async.bulk.tensor.2d": "copy_tile(address(to), map->words, column, row, address(barrier));",
     "{.reg .pred p; setp.ne.b32 p, %2, 0": "if (valid) memcpy(at, &bits, 4);",
-    "{.reg .pred p; setp.ne.b32": "wgmma(d, a, b, more, TURNED);",
+    "{.reg .pred p; setp.ne.b32 p, %34": "wgmma(d, a, b, more);",
+    "wgmma.mma_async": "wgmma(d, a, b, true, true);",
+    "cp.async.cg.shared.global": "memcpy(to, from, 16);",
     "ex2.approx.ftz": "y = ex2(x);",
     "cvt.rn.bf16x2": "pair = pack_bf16(low, high);",
-    "ld.global.nc.u32": "memcpy(&pair, at, 4);",
     "bar.sync %0, 128": "four().barrier.arrive_and_wait();",
 }
-NOTHING = ("wgmma.", "fence.", "setmaxnreg")
+NOTHING = ("wgmma.fence", "wgmma.commit", "wgmma.wait", "fence.", "setmaxnreg", "cp.async.wait_all")
 ENTRY = """
 extern "C" void run(int blocks, int shared, const float *table, const TensorMap *k, const TensorMap *v,
         const u16 *q,
         const i64 *positions, const int *bounds, const int *starts, u16 *o, float *m, float *l, float scale, int heads,
         int pairs, int items) {
     exp2_table = table;
-    launch(blocks, 384, shared, [=] {
+    launch(blocks, 128 * GROUPS + 128, shared, [=] {
         gridDim.x = blocks;
         prefill(*k, *v, q, positions, bounds, starts, o, m, l, scale, heads, pairs, items);
     });
@@ -87,7 +87,7 @@ def forward(folder, q: Tensor, k: Tensor, v: Tensor, batch: Batch, programs: int
     bounds, starts = (torch.tensor(x, dtype=torch.int32) for x in (batch.cu_seqlens, begin))
     maps = [(ctypes.c_uint64 * 16)(x.data_ptr(), len(x), G * H) for x in (k, v)]
     pointers = [ctypes.c_void_p(x.data_ptr()) for x in (q, batch.positions_T, bounds, starts, *outputs)]
-    items = -(-int(bounds.diff().max()) // (prefill.ROWS // (N // G) * 2))
-    run(programs, prefill.shared(H), ctypes.c_void_p(ex2_table().ctypes.data), *maps, *pointers,
+    items = -(-int(bounds.diff().max()) // (prefill.ROWS // (N // G) * schedule.groups))
+    run(programs, prefill.shared(H, *schedule), ctypes.c_void_p(ex2_table().ctypes.data), *maps, *pointers,
         ctypes.c_float(float(_scale(H))), N, batch.num_sequences * G, items)  # fmt: skip
     return outputs

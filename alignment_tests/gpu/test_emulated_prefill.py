@@ -20,10 +20,10 @@ from minitransformer.ops.gpu.attention import Prefill, _prefill
 
 # Query heads and head size, per sequence how many keys lie before its queries and how many queries, programs, schedule.
 CASES = {
-    "several sequences, two programs": (3, 64, [(0, 100), (0, 1), (130, 66)], 2, Prefill(8)),
-    "128 wide, an odd number of tiles": (8, 128, [(120, 17), (0, 3)], 1, Prefill(8)),
-    "three segments": (8, 64, [(2040, 16), (1000, 30)], 1, Prefill(8)),
-    "one head, a sequence of one tile": (1, 64, [(0, 64), (3, 5)], 3, Prefill(8)),
+    "several sequences, two programs": (3, 64, [(0, 100), (0, 1), (130, 66)], 2, Prefill(3)),
+    "128 wide, an odd number of tiles": (8, 128, [(120, 17), (0, 3)], 1, Prefill(3)),
+    "three segments": (8, 64, [(2040, 16), (1000, 30)], 1, Prefill(3)),
+    "one head, a sequence of one tile": (1, 64, [(0, 64), (3, 5)], 3, Prefill(3)),
 }
 
 
@@ -54,7 +54,7 @@ FAULTS = {
     "the sum of rounded weights": ("] += s[i];", "] += bf16(nearest_bf16(s[i]));", "three segments"),
     "one segment": ("t % SEGMENT == 0", "t == 0", "three segments"),
     "a segment's factor for both": ("o[i] * now[i / 2 % 2]", "o[i] * old[i / 2 % 2]", "three segments"),
-    "another sequence's values": ("if ((t + 1) * KEYS > keys) clear(t);", "", "several sequences, two programs"),
+    "another sequence's values": ("arrived(at.full_v, t), clear(t);", ";", "several sequences, two programs"),
     "the second half of the head": ("| 8192 >> 4 << 16", "| 4096 >> 4 << 16",
                                     "128 wide, an odd number of tiles"),
 }  # fmt: skip
@@ -73,5 +73,5 @@ def test_operands_at_odd_addresses_are_copied_first(monkeypatch):
     seen, batch = [], Batch.packed([[0] * 40])
     monkeypatch.setattr(attention_prefill, "forward", lambda q, k, v, *rest: seen.extend((q, k, v)))
     q, k, v = (torch.randn(1 + 40 * n * 64).bfloat16()[1:].view(40, n, 64) for n in (4, 2, 2))
-    _prefill(Prefill(8), q, k, v, batch, None, None, None, 40, ())
+    _prefill(Prefill(3), q, k, v, batch, None, None, None, 40, ())
     assert all(x.data_ptr() % 16 == 0 for x in seen) and all(map(torch.equal, seen, (q, k, v)))

@@ -20,6 +20,7 @@ static float __shfl_sync(unsigned all, float value, int source) {
     return value;
 }
 static float __shfl_xor_sync(unsigned all, float value, int by) { return __shfl_sync(all, value, lane() ^ by); }
+static void __syncwarp() { wait(); }
 static bool __any_sync(unsigned all, bool value) { return __ballot_sync(all, value) != 0; }
 static bool __all_sync(unsigned all, bool value) { return __ballot_sync(all, value) == ~0u; }
 static float __fdiv_rn(float a, float b) { return a / b; }
@@ -74,11 +75,6 @@ static void barrier_wait(unsigned at, unsigned parity) {
     }
 }
 
-static bool barrier_passed(unsigned at, unsigned parity) {
-    std::lock_guard<std::mutex> lock(guard);
-    return ((phases[at].phase - 1) & 1) == parity;
-}
-
 static char &shared_byte(unsigned at) { return block_memory[at ^ (at >> 7 & 7) << 4]; }  // 128-byte swizzle
 // 64 rows of 64 columns; words of a map: address, rows, columns.
 static void copy_tile(unsigned to, const unsigned long long *map, int column, int row, unsigned barrier) {
@@ -122,4 +118,14 @@ template <int N> static void wgmma(float (&d)[N], const unsigned *a, unsigned lo
         d[i] = chain_step(more ? d[i] : 0, left, right);
     }
     f.barrier.arrive_and_wait();
+}
+// The same with a in shared memory: row r, 16 columns from the descriptor's start.
+template <int N> static void wgmma(float (&d)[N], unsigned long long a, unsigned long long b, int more) {
+    const unsigned start = (a & 0x3FFF) << 4, stride = (a >> 32 & 0x3FFF) << 4;
+    unsigned own[4];
+    for (int i = 0; i < 4; i++) {
+        const int row = threadIdx.x / 32 % 4 * 16 + lane() / 4 + (i & 1) * 8, k = 2 * (lane() & 3) + (i & 2) * 4;
+        memcpy(&own[i], &shared_byte(start + row / 8 * stride + row % 8 * 128 + k * 2), 4);
+    }
+    wgmma(d, own, b, more, false);
 }

@@ -35,9 +35,9 @@ class Schedule(NamedTuple):
 
 
 class Prefill(NamedTuple):
-    """attention_prefill: how many of a thread's 32 weights of a tile it makes before it waits for the last product."""
+    """attention_prefill: groups of four warps, with 64 rows each, of a program."""
 
-    early: int
+    groups: int
 
 
 class Decode(NamedTuple):
@@ -49,7 +49,7 @@ class Decode(NamedTuple):
 # Bits do not depend on the choice.
 CANDIDATES = (
     Schedule(16, 1, 3), Schedule(64, 4, 1), Schedule(64, 4, 3), Schedule(128, 8, 3),
-    Prefill(8), Decode(1), Decode(2), Decode(4),
+    Prefill(3), Decode(1), Decode(2), Decode(4),
 )  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def choose(
     sequence and those of all sequences and key/value heads. From times on an H200."""
     # Few programs need their warps each; many share a processor, the smaller the more.
     few = Decode(4) if programs <= 132 else Decode(1) if segments > 1 else Decode(2)
-    for schedule in (few, Prefill(8) if longest * group > 64 else Schedule(64, 4, 1)):
+    for schedule in (few, Prefill(3) if longest * group > 64 else Schedule(64, 4, 1)):
         if fits(schedule, longest, group, H):
             return schedule
     # Row numbers are loaded before rows: more stages only hold more registers.

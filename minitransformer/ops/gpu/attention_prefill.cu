@@ -1,12 +1,15 @@
 // attention/2 for many queries on Hopper (ops/attention.py has the spec): persistent blocks of one warp that loads tiles
-// of 64 keys by the copy engine, and two groups of four warps that own 64 rows each, (token, query head) pairs.
+// of 64 keys by the copy engine, and GROUPS groups of four warps that own 64 rows each, (token, query head) pairs.
 //
-// A group's products are asked for ahead: while it does the softmax of tile t, the P V product of tile t - 1 and the
-// scores of tile t + 1 are under way, and over the end of a piece of work the next one's first scores. Scores, weights and
-// output stay in registers, in the layout of the tensor core's accumulator: lane 4g + t of a warp holds rows g and g + 8,
-// columns 8j + 2t and 8j + 2t + 1, which is what the spec's quad sum is made of.
+// While a group does the softmax of tile t, its P V product of tile t - 1 and the other groups' products are under way;
+// three groups, because one warp's softmax is a chain that leaves most cycles to others. The scores of tile t + 1 take the
+// registers of those of tile t, and queries lie in shared memory: with both in registers there is room for two groups, and a
+// product that takes its rows from registers stops its warp until it begins. Scores, weights and output stay in registers, in
+// the layout of the tensor core's accumulator: lane 4g + t of a warp holds rows g and g + 8, columns 8j + 2t and 8j + 2t + 1,
+// which is what the spec's quad sum is made of.
 //
-// Compiled with: GROUP (query heads a key/value head), WIDTH (head size, 64 or 128), EARLY (of attention.Prefill), KEYS (64) a tile, SEGMENT (16) tiles, STAGES (4) tiles that may wait, SHARED (bytes).
+// Compiled with: GROUP (query heads a key/value head), WIDTH (head size, 64 or 128), GROUPS (of attention.Prefill), KEYS (64)
+// a tile, SEGMENT (16) tiles, SLOTS (2) of tiles of keys, and of values, SHARED (bytes).
 
 #include "hopper.cuh"
 
@@ -21,49 +24,57 @@ struct Inputs {
     int heads, pairs, blocks;
 };
 
-// A piece of work: 2 * TOKENS tokens from `first` of a sequence and a key/value head. shift: position minus token;
+// A piece of work: GROUPS * TOKENS tokens from `first` of a sequence and a key/value head. shift: position minus token;
 // row0: row of key 0. No tiles: there is no more work.
 struct Item { int first, end, head, row0, shift, tiles; };
 
 struct Shared {
-    char k[STAGES][TILE], v[STAGES][TILE];  // 64 columns (128 bytes, swizzled) x 64 keys, then the next 64 columns
-    float kept[2][OUT][128];  // of each thread: o of the segments before
+    char k[SLOTS][TILE], v[SLOTS][TILE];  // 64 columns (128 bytes, swizzled) x 64 keys, then the next 64 columns
+    char q[GROUPS][64 * WIDTH * 2];  // 64 rows in the same way
+    float kept[GROUPS][4][OUT][32];  // of each thread of each warp: o of the segments before
     Item items[2];
-    u64 full[STAGES], empty[STAGES];
+    u64 full_k[SLOTS], empty_k[SLOTS], full_v[SLOTS], empty_v[SLOTS];
 };
 static_assert(sizeof(Shared) == SHARED, "attention_prefill.py counts other bytes");
 
 // The program's work number `wave` or, where a sequence is shorter, the next: forward and back over the programs, the late
 // tokens, which have the most keys, first.
-__device__ __forceinline__ bool find(const Inputs &in, int &wave, Item &item) {
+__device__ __forceinline__ bool find(const Inputs &in, u32 &wave, Item &item) {
     for (;; wave++) {
         int i = wave * gridDim.x + (wave % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
         if (i >= in.pairs * in.blocks) return false;
         int kv_heads = in.heads / GROUP, pair = i % in.pairs, sequence = pair / kv_heads;
-        int first = in.bounds[sequence] + (in.blocks - 1 - i / in.pairs) * 2 * TOKENS, end = in.bounds[sequence + 1];
+        int first = in.bounds[sequence] + (in.blocks - 1 - i / in.pairs) * GROUPS * TOKENS, end = in.bounds[sequence + 1];
         if (first >= end) continue;
-        int shift = (int)in.positions[first] - first, last = min(first + 2 * TOKENS, end) - 1 + shift;
+        int shift = (int)in.positions[first] - first, last = min(first + GROUPS * TOKENS, end) - 1 + shift;
         // Two tiles at least: one that is masked whole changes nothing, and the pipeline has no case for one alone.
         item = {first, end, pair % kv_heads, in.starts[sequence], shift, max(last / KEYS + 1, 2)};
         return true;
     }
 }
 
+__device__ __forceinline__ void load_tile(char *to, const TensorMap *map, int column, int row, u64 *full) {
+    expect(full, TILE);
+#pragma unroll
+    for (int c = 0; c < WIDTH; c += 64) load(to + c * 128, map, column + c, row, full);
+}
+
+// The keys of a tile, then the values of the tile before, which are needed later.
 __device__ __forceinline__ void produce(Shared &at, const Inputs &in, const TensorMap *k, const TensorMap *v) {
     Item item{0, 1, 0, 0, 0, 0};
-    for (int n = 0, wave = 0, count = 0;; wave++, count++) {
+    int row = 0, column = 0;
+    for (u32 n = 0, wave = 0, count = 0;; wave++, count++) {
         if (!find(in, wave, item)) item.tiles = 0;
-        // The item before the last was read before the tiles were given back that this one's first tile needs.
         for (int t = 0; t < max(item.tiles, 1); t++, n++) {
-            int slot = n % STAGES, row = item.row0 + t * KEYS, column = item.head * WIDTH;
-            wait(&at.empty[slot], (n / STAGES & 1) ^ 1);
+            const u32 slot = n % SLOTS, before = (n - 1) % SLOTS;
+            wait(&at.empty_k[slot], (n / SLOTS & 1) ^ 1);
+            // The item before the last was read before the tile was given back that lay here.
             if (t == 0) at.items[count % 2] = item;
-            if (item.tiles == 0) return arrive(&at.full[slot]);
-            expect(&at.full[slot], 2 * TILE);
-#pragma unroll
-            for (int c = 0; c < WIDTH; c += 64) load(at.k[slot] + c * 128, k, column + c, row, &at.full[slot]);
-#pragma unroll
-            for (int c = 0; c < WIDTH; c += 64) load(at.v[slot] + c * 128, v, column + c, row, &at.full[slot]);
+            if (item.tiles > 0) load_tile(at.k[slot], k, item.head * WIDTH, item.row0 + t * KEYS, &at.full_k[slot]);
+            if (n > 0) wait(&at.empty_v[before], ((n - 1) / SLOTS & 1) ^ 1);
+            if (n > 0) load_tile(at.v[before], v, column, row, &at.full_v[before]);
+            if (item.tiles == 0) return arrive(&at.full_k[slot]);
+            column = item.head * WIDTH, row = item.row0 + t * KEYS;
         }
     }
 }
@@ -72,18 +83,21 @@ __device__ __forceinline__ void produce(Shared &at, const Inputs &in, const Tens
 // one's low half, and tile `slot` from `bytes` on.
 __device__ __forceinline__ u32 describe(const char *tiles) { return address(tiles) >> 4 | 8192 >> 4 << 16; }
 
-__device__ __forceinline__ u64 within(u32 tiles, u32 slot) {
-    return (u64)(1024 >> 4 | 1 << 30) << 32 | (tiles + slot * (TILE >> 4));
+__device__ __forceinline__ u64 within(u32 tiles, u32 slot, u32 bytes) {
+    return (u64)(1024 >> 4 | 1 << 30) << 32 | (tiles + slot * (TILE >> 4) + (bytes >> 4));
 }
 
-__device__ __forceinline__ void scores(float (&s)[32], const u32 (&q)[WIDTH / 4], u32 keys, u32 slot) {
+__device__ __forceinline__ void scores(float (&s)[32], u32 q, u32 keys, u32 slot) {
 #pragma unroll
-    for (int i = 0; i < WIDTH / 16; i++) mma<0>(s, q + 4 * i, within(keys, slot) + (i / 4 * 8192 + i % 4 * 32 >> 4), i > 0);
+    for (int i = 0; i < WIDTH / 16; i++) {
+        const u32 at = i / 4 * 8192 + i % 4 * 32;
+        mma(s, within(q, 0, at), within(keys, slot, at), i > 0);
+    }
 }
 
 __device__ __forceinline__ void product(float (&o)[OUT], const u32 (&p)[16], u32 values, u32 slot) {
 #pragma unroll
-    for (int i = 0; i < KEYS / 16; i++) mma<1>(o, p + 4 * i, within(values, slot) + (i * 2048 >> 4), 1);
+    for (int i = 0; i < KEYS / 16; i++) mma(o, p + 4 * i, within(values, slot, i * 2048));
 }
 
 // The new maximum m of a tile's raw scores s, and the factor of what was summed before. The largest score times scale is
@@ -106,11 +120,10 @@ __device__ __forceinline__ void find_top(const float (&s)[32], float (&m)[2], fl
     }
 }
 
-// Some of a tile's scores become weights, which are added up.
-template <int FROM, int TO>
+// A tile's scores become weights, which are added up.
 __device__ __forceinline__ void weigh(float (&s)[32], const float (&m)[2], float (&sum)[2], float scale) {
 #pragma unroll
-    for (int i = FROM; i < TO; i++) {
+    for (int i = 0; i < 32; i++) {
         s[i] = exp2_hw(s[i] * scale - m[i / 2 % 2]);
         sum[i / 2 % 2] += s[i];
     }
@@ -121,33 +134,38 @@ __device__ __forceinline__ void weigh(float (&s)[32], const float (&m)[2], float
 struct Group {
     Shared &at;
     const Inputs &in;
-    float (*kept)[128];  // in shared memory, this thread's
+    float (*kept)[32];  // in shared memory, this thread's
     float scale;
     int which, row, column, count, n, tiles, whole, keys, position[2];
-    u32 k, v, p[16];
-    u32 q[WIDTH / 4];
+    u32 q, k, v, p[16];
     float o[OUT], m[2], l[2], m_all[2], l_all[2];  // of the segment, of those before it
+    float shrink[2], sum[2];  // of the last tile: the factor of what was summed before, this thread's weights
 
-    __device__ __forceinline__ u32 slot(int t) const { return (u32)(n + t) % STAGES; }
+    __device__ __forceinline__ u32 slot(int t) const { return (u32)(n + t) % SLOTS; }
 
-    __device__ __forceinline__ void arrived(int t) const { wait(&at.full[slot(t)], (u32)(n + t) / STAGES & 1); }
-    __device__ __forceinline__ bool is_there(int t) const { return passed(&at.full[slot(t)], (u32)(n + t) / STAGES & 1); }
+    __device__ __forceinline__ void arrived(u64 *full, int t) const { wait(full + slot(t), (u32)(n + t) / SLOTS & 1); }
 
-    __device__ __forceinline__ void release(int t) const {
-        if (threadIdx.x % 32 == 0) arrive(&at.empty[slot(t)]);
+    __device__ __forceinline__ void release(u64 *empty, int t) const {
+        if (threadIdx.x % 32 == 0) arrive(empty + slot(t));
     }
 
-    // Starts loading the queries of the item whose first tile is tile t.
+    // Starts copying the queries of the item whose first tile is tile t.
     __device__ __forceinline__ void ahead(Item &item, int t) {
-        arrived(t);
+        arrived(at.full_k, t);
         item = at.items[count % 2];
+        meet(which);  // nobody reads the queries of the item before
+        const int thread = threadIdx.x % 128, chunk = thread % (WIDTH / 8);
         // Spare rows repeat the last token and are not stored.
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const u16 *from = row_of(item, row + 8 * h) + column;
-#pragma unroll
-            for (int i = 0; i < WIDTH / 8; i++) q[2 * i + h] = load_early(from + 8 * i);
-        }
+        for (int r = thread / (WIDTH / 8); r < 64; r += 1024 / WIDTH)
+            copy(at.q[which] + chunk / 8 * 8192 + r * 128 + (chunk % 8 ^ r % 8) * 16, row_of(item, r) + chunk * 8);
+    }
+
+    // The first scores of the item, whose queries have been copied.
+    __device__ __forceinline__ void begin(float (&s)[32]) const {
+        copied(), show(), meet(which);
+        fence();
+        scores(s, q, k, slot(0)), commit();
     }
 
     __device__ __forceinline__ const u16 *row_of(const Item &item, int r) const {
@@ -182,19 +200,23 @@ struct Group {
         for (int i = 0; i < OUT; i++) o[i] = (first ? 0 : kept[i][0]) * old[i / 2 % 2] + o[i] * now[i / 2 % 2];
     }
 
-    // Tile t: its softmax (its scores were asked for into s) beside tile t - 1's product and, if MORE, the scores of tile
-    // t + 1 into `next`; else beside the loads of the next item's queries.
+    // The last tile's weights into l. In the next step, for before it the assembler would put this, which waits, between the
+    // products that are asked for.
+    __device__ __forceinline__ void add_up() {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            sum[h] += __shfl_xor_sync(~0u, sum[h], 2);
+            sum[h] += __shfl_xor_sync(~0u, sum[h], 1);
+            l[h] = l[h] * shrink[h] + sum[h];
+        }
+    }
+
+    // Tile t, whose scores are in s: their softmax, then the scores of tile t + 1 if MORE, in their place, and t's product.
     template <bool FIRST, bool MORE>
-    __device__ __forceinline__ void step(float (&s)[32], float (&next)[32], int t, Item *item) {
-        if (MORE) hold(next);
-        hold(o);
-        fence();
-        if (!FIRST) product(o, p, v, slot(t - 1)), commit();
-        if (MORE) scores(next, q, k, slot(t + 1)), commit();
-        finish<!FIRST + MORE>();
-        hold(s);
+    __device__ __forceinline__ void step(float (&s)[32], int t, Item *item) {
+        release(at.empty_k, t);
+        if (!FIRST) add_up();
         if (!MORE) ahead(*item, t + 1);
-        const bool there = !MORE || t + 2 >= tiles || is_there(t + 2);  // asked for early, the answer takes its time
         const bool fresh = t % SEGMENT == 0;
         float old[2], now[2];
         if (fresh || t >= whole) {
@@ -202,19 +224,20 @@ struct Group {
                 if (!FIRST) fold(t == SEGMENT, old, now);
                 m[0] = m[1] = -1e30f, l[0] = l[1] = 0;
             }
-            if ((t + 1) * KEYS > keys) clear(t);
+            if ((t + 1) * KEYS > keys) arrived(at.full_v, t), clear(t);
 #pragma unroll
             for (int i = 0; i < 32; i++)
                 if (t * KEYS + column + i / 4 * 8 + i % 2 > position[i / 2 % 2]) s[i] = -__int_as_float(0x7f800000);
         }
-        float shrink[2], sum[2] = {0, 0};
         find_top(s, m, shrink, scale);
-        weigh<0, EARLY>(s, m, sum, scale);
-        hold(s), hold(shrink);
-        if (!there) arrived(t + 2);
-        finish<MORE>();
+        sum[0] = sum[1] = 0;
+        weigh(s, m, sum, scale);
+        hold(s), hold(shrink), hold(sum);
+        if (MORE) arrived(at.full_k, t + 1);
+        arrived(at.full_v, t);
+        finish<0>();
         hold(o);
-        if (!FIRST) release(t - 1);
+        if (!FIRST) release(at.empty_v, t - 1);
         if (fresh) {
             if (!FIRST) {
                 fold_o(t == SEGMENT, old, now);
@@ -224,29 +247,32 @@ struct Group {
 #pragma unroll
             for (int i = 0; i < OUT; i++) o[i] = 0;
         }
-        // Through a shuffle, so that it is not done before the wait: here it fills the pauses between the other half's exp2.
-        const float again[2] = {__shfl_sync(~0u, m[0], threadIdx.x % 32), __shfl_sync(~0u, m[1], threadIdx.x % 32)};
-        weigh<EARLY, 32>(s, again, sum, scale);
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            sum[h] += __shfl_xor_sync(~0u, sum[h], 2);
-            sum[h] += __shfl_xor_sync(~0u, sum[h], 1);
-            l[h] = l[h] * shrink[h] + sum[h];
-        }
 #pragma unroll
         for (int i = 0; i < 16; i++) p[i] = pack(s[2 * i], s[2 * i + 1]);
 #pragma unroll
         for (int i = 0; i < OUT; i++) o[i] *= shrink[i / 2 % 2];
+        hold(s), hold(o), fence();
+        if (MORE) scores(s, q, k, slot(t + 1)), commit();
+        product(o, p, v, slot(t)), commit();
+        if (MORE) finish<1>(), hold(s);
     }
 
-    __device__ __forceinline__ void last(float (&s)[32], Item &next) {
-        step<false, false>(s, s, tiles - 1, &next);
-        hold(o);
-        fence();
-        product(o, p, v, slot(tiles - 1)), commit();
-        finish<0>();
-        hold(o);
-        release(tiles - 1);
+    // An item, whose first scores were asked for into s -> the next one.
+    __device__ __forceinline__ Item attend(const Item &item, float (&s)[32]) {
+        Item next;
+        const int first = item.first + which * TOKENS;
+        tiles = item.tiles, keys = item.end + item.shift, count++;
+        whole = (first + item.shift + 1) / KEYS;
+#pragma unroll
+        for (int h = 0; h < 2; h++) position[h] = min(first + (row + 8 * h) / GROUP, item.end - 1) + item.shift;
+        finish<0>(), hold(s);
+        step<true, true>(s, 0, nullptr);
+#pragma unroll 1
+        for (int t = 1; t + 1 < tiles; t++) step<false, true>(s, t, nullptr);
+        step<false, false>(s, tiles - 1, &next);
+        add_up();
+        finish<0>(), hold(o);
+        release(at.empty_v, tiles - 1);
         if (tiles > SEGMENT) {
             float old[2], now[2];
             fold(false, old, now);
@@ -254,80 +280,78 @@ struct Group {
 #pragma unroll
             for (int h = 0; h < 2; h++) m[h] = m_all[h], l[h] = l_all[h];
         }
-    }
-
-    // An item, whose first scores were asked for into s0 -> the next one.
-    __device__ __forceinline__ Item attend(const Item &item, float (&s0)[32], float (&s1)[32]) {
-        Item next;
-        const int first = item.first + which * TOKENS;
-        tiles = item.tiles, keys = item.end + item.shift, count++;
-        whole = (first + item.shift + 1) / KEYS;
-#pragma unroll
-        for (int h = 0; h < 2; h++) position[h] = min(first + (row + 8 * h) / GROUP, item.end - 1) + item.shift;
-        arrived(1);
-        step<true, true>(s0, s1, 0, nullptr);
-        int t = 1;
-        for (; t + 2 < tiles; t += 2) {
-            step<false, true>(s1, s0, t, nullptr);
-            step<false, true>(s0, s1, t + 1, nullptr);
-        }
-        if (t + 1 < tiles) {
-            step<false, true>(s1, s0, t, nullptr);
-            last(s0, next);
-        } else last(s1, next);
         n += tiles;
         return next;
     }
 
     __device__ __forceinline__ void store(const Item &item, u16 *o_out, float *m_out, float *l_out) {
-        divide();
+        const bool plain = divide();
+        const int lane = threadIdx.x % 32, rows = min(item.end - item.first - which * TOKENS, TOKENS) * GROUP;
+        const i64 line0 = (i64)(item.first + which * TOKENS) * in.heads + item.head * GROUP;
+        const auto line = [&](int r) { return line0 + (i64)(r / GROUP) * in.heads + r % GROUP; };
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const int r = row + 8 * h, token = item.first + which * TOKENS + r / GROUP;
-            const bool valid = token < item.end && r < TOKENS * GROUP;
-            const i64 line = (i64)token * in.heads + item.head * GROUP + r % GROUP;
-            write(m_out + line, __float_as_uint(m[h]), valid && column == 0);
-            write(l_out + line, __float_as_uint(l[h]), valid && column == 0);
+            const int r = row + 8 * h;
+            write(m_out + line(r), __float_as_uint(m[h]), r < rows && column == 0);
+            write(l_out + line(r), __float_as_uint(l[h]), r < rows && column == 0);
+        }
+        char *mine = (char *)(kept[0] - lane);  // the warp's
+        __syncwarp();  // nobody reads what is kept there
+        if (plain) stage<true>(mine); else stage<false>(mine);
+        __syncwarp();
+        constexpr int ACROSS = WIDTH / 8;  // threads of 16 bytes a row
 #pragma unroll
-            for (int i = 2 * h; i < OUT; i += 4) {
-                u32 pair = pack(o[i], o[i + 1]);
-                if (o[i] != o[i]) pair = pair & 0xffff0000 | 0x7fc0;
-                if (o[i + 1] != o[i + 1]) pair = pair & 0xffff | 0x7fc00000;
-                write(o_out + line * WIDTH + 2 * i - 4 * h + column, pair, valid);
-            }
+        for (int i = 0; i < ACROSS / 2; i++) {
+            const int own = i * (32 / ACROSS) + lane / ACROSS, r = row / 16 * 16 + own, chunk = lane % ACROSS;
+            const uint4 part = *(const uint4 *)(mine + own * WIDTH * 2 + (chunk ^ own % 8) * 16);
+            if (r < rows) *(uint4 *)(o_out + line(r) * WIDTH + chunk * 8) = part;
+        }
+        __syncwarp();
+    }
+
+    // The output in BF16 into shared memory, 16 bytes of a row in turned places.
+    template <bool NUMBERS>
+    __device__ __forceinline__ void stage(char *to) const {
+#pragma unroll
+        for (int i = 0; i < OUT / 2; i++) {
+            u32 pair = pack(o[2 * i], o[2 * i + 1]);
+            if (!NUMBERS && o[2 * i] != o[2 * i]) pair = pair & 0xffff0000 | 0x7fc0;
+            if (!NUMBERS && o[2 * i + 1] != o[2 * i + 1]) pair = pair & 0xffff | 0x7fc00000;
+            *(u32 *)(to + (row % 16 + i % 2 * 8) * WIDTH * 2 + (i / 2 ^ row % 8) * 16 + column * 2) = pair;
         }
     }
 
-    // o / l, rounded to nearest. With 1 / l rounded so, two corrections of the quotient give that, if no residual leaves the
-    // normal numbers; other values, zero among them, are left to the division that looks at each.
-    __device__ __forceinline__ void divide() {
+    // o / l, rounded to nearest -> whether all of the warp are numbers. With 1 / l rounded so, two corrections of the
+    // quotient give that, if no residual leaves the normal numbers; other values, zero among them, are left to the division
+    // that looks at each.
+    __device__ __forceinline__ bool divide() {
         const float inverse[2] = {__frcp_rn(l[0]), __frcp_rn(l[1])};
         u32 most = 0;
 #pragma unroll
         for (int i = 0; i < OUT; i++) most = max(most, 2 * __float_as_uint(o[i]) - (27u << 24));  // from 2^-100
 #pragma unroll
         for (int h = 0; h < 2; h++) most = max(most, (l[h] >= 1 && l[h] < 0x1p64f) ? 0 : ~0u);
-        const bool plain = __all_sync(~0u, most < (200u << 24));  // to 2^100
+        if (__all_sync(~0u, most < (200u << 24))) {  // to 2^100
 #pragma unroll
-        for (int i = 0; i < OUT; i++) {
-            const float d = l[i / 2 % 2], r = inverse[i / 2 % 2];
-            float quotient = o[i] * r;
-            quotient = __fmaf_rn(__fmaf_rn(-quotient, d, o[i]), r, quotient);
-            quotient = __fmaf_rn(__fmaf_rn(-quotient, d, o[i]), r, quotient);
-            o[i] = plain ? quotient : o[i];
+            for (int i = 0; i < OUT; i++) {
+                const float d = l[i / 2 % 2], r = inverse[i / 2 % 2];
+                const float quotient = o[i] * r, nearer = __fmaf_rn(__fmaf_rn(-quotient, d, o[i]), r, quotient);
+                o[i] = __fmaf_rn(__fmaf_rn(-nearer, d, o[i]), r, nearer);
+            }
+            return true;
         }
-        if (plain) return;
 #pragma unroll
         for (int i = 0; i < OUT; i++) kept[i][0] = o[i];
 #pragma unroll 1
         for (int i = 0; i < OUT; i++) kept[i][0] = __fdiv_rn(kept[i][0], i & 2 ? l[1] : l[0]);
 #pragma unroll
         for (int i = 0; i < OUT; i++) o[i] = kept[i][0];
+        return false;
     }
 };
 
 // k, v: [rows, columns] BF16; q, o [T, N, WIDTH] BF16, positions int64 [T], bounds int32 [S + 1], starts int32 [S], m, l [T, N] FP32.
-extern "C" __global__ void __launch_bounds__(384, 1) prefill(const __grid_constant__ TensorMap k,
+extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) prefill(const __grid_constant__ TensorMap k,
         const __grid_constant__ TensorMap v, const u16 *q, const i64 *positions, const int *bounds, const int *starts, u16 *o,
         float *m, float *l, float scale, int heads, int pairs, int blocks) {
     extern __shared__ __align__(1024) char memory[];
@@ -335,29 +359,31 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(const __grid_consta
     Inputs in{q, positions, bounds, starts, heads, pairs, blocks};
     if (threadIdx.x == 0) {
 #pragma unroll
-        for (int i = 0; i < STAGES; i++) init(&at.full[i], 1), init(&at.empty[i], 8);
+        for (int i = 0; i < SLOTS; i++) {
+            init(&at.full_k[i], 1), init(&at.full_v[i], 1);
+            init(&at.empty_k[i], 4 * GROUPS), init(&at.empty_v[i], 4 * GROUPS);
+        }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    if (threadIdx.x < 256) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    if (threadIdx.x < 128 * GROUPS) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");  // three of these and the loading warps' 24 are all there are
         const int thread = threadIdx.x % 128, which = __shfl_sync(~0u, threadIdx.x / 128, 0);
-        Group group{at, in, (float (*)[128])&at.kept[which][0][thread], scale, which};
-        group.row = thread / 32 * 16 + thread % 32 / 4, group.column = thread % 4 * 2;
-        group.k = describe(at.k[0]), group.v = describe(at.v[0]), group.count = group.n = 0;
+        Group group{at, in, (float (*)[32])&at.kept[which][thread / 32][0][thread % 32], scale, which};
+        group.row = thread / 32 * 16 + thread % 32 / 4, group.column = thread % 4 * 2, group.count = group.n = 0;
+        group.q = describe(at.q[which]), group.k = describe(at.k[0]), group.v = describe(at.v[0]);
         Item item, done{};  // nothing of an item without tokens is stored
         group.ahead(item, 0);
         while (item.tiles > 0) {
-            float s0[32], s1[32];
-            fence();
-            scores(s0, group.q, group.k, group.slot(0)), commit();
+            float s[32];
+            group.begin(s);
             group.store(done, o, m, l);
             done = item;
-            item = group.attend(item, s0, s1);
+            item = group.attend(item, s);
         }
         group.store(done, o, m, l);
     } else {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        if (threadIdx.x == 256) produce(at, in, &k, &v);
+        if (threadIdx.x == 128 * GROUPS) produce(at, in, &k, &v);
     }
 }

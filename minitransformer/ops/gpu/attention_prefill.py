@@ -7,29 +7,30 @@ from minitransformer.ops.gpu import cuda, device
 from minitransformer.ops.gpu.launch import Window, cdiv
 
 SOURCE = "attention_prefill.cu"
-ROWS, THREADS, STAGES = 64, 384, 4  # (token, query head) pairs of a group of warps, of which a block has two
+ROWS = 64  # (token, query head) pairs of a group of four warps
+SLOTS = 2  # tiles of keys, and of values, that lie in shared memory
 
 
-def shared(H: int) -> int:
-    """Bytes of shared memory for head size H: the ring of tiles, what two groups keep, two items and the barriers."""
-    return STAGES * (4 * KEY_TILE * H + 16) + 8 * ROWS * H + 2 * 24
+def shared(H: int, groups: int) -> int:
+    """Bytes of shared memory for head size H: the tiles, queries and what is kept a group, two items, the barriers."""
+    return SLOTS * (4 * KEY_TILE * H + 32) + groups * ROWS * H * 6 + 2 * 24
 
 
-def defines(group: int, H: int, early: int) -> tuple[tuple[str, int], ...]:
-    values = {"GROUP": group, "WIDTH": H, "EARLY": early, "KEYS": KEY_TILE}
-    values |= {"SEGMENT": SEGMENT // KEY_TILE, "STAGES": STAGES, "SHARED": shared(H)}
+def defines(group: int, H: int, groups: int) -> tuple[tuple[str, int], ...]:
+    values = {"GROUP": group, "WIDTH": H, "GROUPS": groups, "KEYS": KEY_TILE}
+    values |= {"SEGMENT": SEGMENT // KEY_TILE, "SLOTS": SLOTS, "SHARED": shared(H, groups)}
     return tuple(values.items())
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, bounds: Tensor, starts: Tensor, longest: int,
-    outputs: tuple[Tensor, Tensor, Tensor], early: int,
+    outputs: tuple[Tensor, Tensor, Tensor], groups: int,
 ) -> None:  # fmt: skip
     """Fills o, m, l. Position j of sequence s lies in row starts[s] + j of k and v; bounds [S + 1] are those of q."""
     (_, N, H), G, sequences = q.shape, k.shape[1], len(bounds) - 1
-    blocks, pairs = cdiv(longest, ROWS // (N // G) * 2), sequences * G
-    function = cuda.kernel(q.device, SOURCE, "prefill", defines(N // G, H, early), shared(H))
+    blocks, pairs = cdiv(longest, ROWS // (N // G) * groups), sequences * G
+    function = cuda.kernel(q.device, SOURCE, "prefill", defines(N // G, H, groups), shared(H, groups))
     maps = (Window(x.view(-1, G * H), (KEY_TILE, 64)) for x in (k, v))
     programs = min(device.multiprocessors(q.device), blocks * pairs)
     arguments = (*maps, q, positions, bounds, starts, *outputs, float(_scale(H)), N, pairs, blocks)
-    cuda.launch(function, programs, THREADS, shared(H), arguments)
+    cuda.launch(function, programs, 128 * (groups + 1), shared(H, groups), arguments)

@@ -22,14 +22,6 @@ __device__ __forceinline__ void wait(u64 *barrier, int parity) {
         :: "r"(address(barrier)), "r"(parity) : "memory");
 }
 
-// Whether a wait would not wait.
-__device__ __forceinline__ bool passed(u64 *barrier, int parity) {
-    int done;
-    asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.s32 %0, 1, 0, p;}"
-        : "=r"(done) : "r"(address(barrier)), "r"(parity) : "memory");
-    return done;
-}
-
 __device__ __forceinline__ void expect(u64 *barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(address(barrier)), "r"(bytes) : "memory");
 }
@@ -42,24 +34,29 @@ __device__ __forceinline__ void load(char *to, const TensorMap *map, int column,
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
 
-// d (64 x 64) = a (64 x 16) times 16 rows of a tile, + d if `more`. TURNED: the tile's columns lie side by side.
-template <int TURNED>
-__device__ __forceinline__ void mma(float (&d)[32], const u32 *a, u64 b, int more) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+// d (64 x 64) = a (64 x 16) times 16 columns of a tile of 64 rows, + d if `more`. Both lie in shared memory.
+__device__ __forceinline__ void mma(float (&d)[32], u64 a, u64 b, int more) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, p, 1, 1, %38;}"
-        : F16(d, 0), F16(d, 16) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(more), "n"(TURNED));
+        "%24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 0, 0;}"
+        : F16(d, 0), F16(d, 16) : "l"(a), "l"(b), "r"(more));
 }
 
-template <int TURNED>
-__device__ __forceinline__ void mma(float (&d)[64], const u32 *a, u64 b, int more) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+// d (64 x 64 or 128) += a (64 x 16), in registers, times 16 rows of a tile.
+__device__ __forceinline__ void mma(float (&d)[32], const u32 *a, u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+        "%24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
+        : F16(d, 0), F16(d, 16) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+__device__ __forceinline__ void mma(float (&d)[64], const u32 *a, u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
         "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "
         "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-        "{%64, %65, %66, %67}, %68, p, 1, 1, %70;}"
-        : F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(more), "n"(TURNED));
+        "{%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
+        : F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 __device__ __forceinline__ void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -87,12 +84,12 @@ __device__ __forceinline__ u32 pack(float low, float high) {
     return pair;
 }
 
-// volatile: asked for where it stands.
-__device__ __forceinline__ u32 load_early(const u16 *at) {
-    u32 pair;
-    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(pair) : "l"(at));
-    return pair;
+// 16 bytes to shared memory; copied: this thread's copies are there.
+__device__ __forceinline__ void copy(char *to, const void *from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(address(to)), "l"(from) : "memory");
 }
+
+__device__ __forceinline__ void copied() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 __device__ __forceinline__ void write(void *at, u32 bits, bool valid) {  // without a branch
     asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0;\n@p st.global.u32 [%0], %1;}"
