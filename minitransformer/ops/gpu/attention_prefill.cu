@@ -249,10 +249,12 @@ struct Group {
         }
 #pragma unroll
         for (int i = 0; i < 16; i++) p[i] = pack(s[2 * i], s[2 * i + 1]);
+        if (MORE) hold(s), fence(), scores(s, q, k, slot(t + 1)), commit();
+        if (__any_sync(~0u, !(shrink[0] == 1 && shrink[1] == 1))) {  // a maximum of the warp moved
 #pragma unroll
-        for (int i = 0; i < OUT; i++) o[i] *= shrink[i / 2 % 2];
-        hold(s), hold(o), fence();
-        if (MORE) scores(s, q, k, slot(t + 1)), commit();
+            for (int i = 0; i < OUT; i++) o[i] *= shrink[i / 2 % 2];
+        }
+        hold(o), fence();
         product(o, p, v, slot(t)), commit();
         if (MORE) finish<1>(), hold(s);
     }
