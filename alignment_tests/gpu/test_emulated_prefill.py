@@ -55,6 +55,12 @@ FAULTS = {
     "one segment": ("t % SEGMENT == 0", "t == 0", "three segments"),
     "a segment's factor for both": ("o[i] * now[i / 2 % 2]", "o[i] * old[i / 2 % 2]", "three segments"),
     "another sequence's values": ("arrived(at.full_v, t), clear(t);", ";", "several sequences, two programs"),
+    "one of two rows not rescaled": ("shrink[0] == 1 && shrink[1]", "shrink[0] == 1 || shrink[1]", "three segments"),
+    "the last tile's sum": ("add_up();\n        finish", "finish", "three segments"),
+    "another tile's values": ("product(o, p, v, slot(t))", "product(o, p, v, slot(t + 1))",
+                              "several sequences, two programs"),
+    "queries in another order": ("chunk % 8 ^ r % 8", "chunk % 8 ^ r % 4", "128 wide, an odd number of tiles"),
+    "lines stored in another order": ("i / 2 ^ row % 8", "i / 2 ^ row % 4", "128 wide, an odd number of tiles"),
     "the second half of the head": ("| 8192 >> 4 << 16", "| 4096 >> 4 << 16",
                                     "128 wide, an odd number of tiles"),
 }  # fmt: skip
