@@ -23,7 +23,7 @@ CASES = {
     "several sequences, two programs": (3, 64, [(0, 100), (0, 1), (130, 66)], 2, Prefill(3)),
     "128 wide, an odd number of tiles": (8, 128, [(120, 17), (0, 3)], 1, Prefill(3)),
     "three segments": (8, 64, [(2040, 16), (1000, 30)], 1, Prefill(3)),
-    "one head, a sequence of one tile": (1, 64, [(0, 64), (3, 5)], 3, Prefill(3)),
+    "one head, a sequence of one tile": (1, 64, [(0, 64), (3, 5)], 3, Prefill(2)),
 }
 
 

@@ -1,12 +1,11 @@
 // attention/2 for many queries on Hopper (ops/attention.py has the spec): persistent blocks of one warp that loads tiles
 // of 64 keys by the copy engine, and GROUPS groups of four warps that own 64 rows each, (token, query head) pairs.
 //
-// While a group does the softmax of tile t, its P V product of tile t - 1 and the other groups' products are under way;
-// three groups, because one warp's softmax is a chain that leaves most cycles to others. The scores of tile t + 1 take the
-// registers of those of tile t, and queries lie in shared memory: with both in registers there is room for two groups, and a
-// product that takes its rows from registers stops its warp until it begins. Scores, weights and output stay in registers, in
-// the layout of the tensor core's accumulator: lane 4g + t of a warp holds rows g and g + 8, columns 8j + 2t and 8j + 2t + 1,
-// which is what the spec's quad sum is made of.
+// While a group does the softmax of tile t, its P V product of tile t - 1 and the other groups' products are under way; three
+// groups, because the softmax of one is a chain that leaves most cycles to others. For their registers, the scores of tile
+// t + 1 lie where those of tile t did, and queries in shared memory: a product that takes its rows from registers also stops
+// its warp until it begins. Scores, weights and output stay in registers, in the layout of the tensor core's accumulator: lane
+// 4g + t of a warp holds rows g and g + 8, columns 8j + 2t and 8j + 2t + 1, which is what the spec's quad sum is made of.
 //
 // Compiled with: GROUP (query heads a key/value head), WIDTH (head size, 64 or 128), GROUPS (of attention.Prefill), KEYS (64)
 // a tile, SEGMENT (16) tiles, SLOTS (2) of tiles of keys, and of values, SHARED (bytes).
@@ -369,7 +368,8 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) prefill(cons
     }
     __syncthreads();
     if (threadIdx.x < 128 * GROUPS) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");  // three of these and the loading warps' 24 are all there are
+        // With the loading warps' 24 a thread no more than there are.
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(GROUPS == 3 ? 160 : 240));
         const int thread = threadIdx.x % 128, which = __shfl_sync(~0u, threadIdx.x / 128, 0);
         Group group{at, in, (float (*)[32])&at.kept[which][thread / 32][0][thread % 32], scale, which};
         group.row = thread / 32 * 16 + thread % 32 / 4, group.column = thread % 4 * 2, group.count = group.n = 0;
