@@ -111,11 +111,12 @@ def table(args: argparse.Namespace, name: str) -> int:
 
 def speed(args: argparse.Namespace) -> None:
     """Output tokens a second, log-probs returned, the engines by turns; decode: the tokens after the first."""
-    results: dict[str, dict[int, float]] = {name: {} for name in args.names}
+    names = [name for name in args.names if is_up(args, name)]
+    results: dict[str, dict[int, float]] = {name: {} for name in names}
     print(f"{'engine':<26} {'batch':>5} {'seconds':>8} {'tokens/s':>9} {'first token s':>13} {'decode tokens/s':>15}")
     for batch in args.batches:
-        ids, took = laws.prompts([args.input] * batch, 1000, batch), {name: [[], []] for name in args.names}
-        for name in args.names * args.repeats:
+        ids, took = laws.prompts([args.input] * batch, 1000, batch), {name: [[], []] for name in names}
+        for name in names * args.repeats:
             try:
                 for found, new_tokens in zip(took[name], (args.output, 1), strict=True):
                     found.append(seconds(connect(args, name)[0], ids, new_tokens))
@@ -126,6 +127,16 @@ def speed(args: argparse.Namespace) -> None:
             decode = batch * (args.output - 1) / max(whole - first, 1e-9)
             print(f"{name:<26} {batch:>5} {whole:>8.3f} {rate:>9.0f} {first:>13.3f} {decode:>15.0f}", flush=True)
     print(json.dumps(results))
+
+
+def is_up(args: argparse.Namespace, name: str) -> bool:
+    """Waits for it, once."""
+    try:
+        connect(args, name)
+    except Exception as error:
+        print(f"{name}: left out: {error}", flush=True)
+        return False
+    return True
 
 
 def seconds(client: Client, ids: laws.Ids, new_tokens: int) -> float:
