@@ -26,11 +26,12 @@ CALLS = {
     "cp.async.commit_group": ";",
     "cp.async.wait_group": ";",
     "griddepcontrol": ";",
+    **dict.fromkeys(("lop3.b32", "{.reg .b16", "ld.global.f32"), ";"),  # of weights, which these kernels have none of
 }
 
 
 def source(file: str) -> str:
-    return Path(cuda.__file__).with_name(file).read_text()
+    return cuda.source_of(file)
 
 
 def faulty(text: str, before: str, after: str) -> str:

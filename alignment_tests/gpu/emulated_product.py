@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from minitransformer.ops.gpu import cuda
 from minitransformer.ops.gpu.pack import UNIT_ROWS
 
 HERE = Path(__file__).parent
@@ -71,7 +72,7 @@ def product(folder, schedule, x, scale_R, packed, scale_EN, bounds, out_dtype, t
     groups = (R + min(E, R) * (rows - 1)) // rows
     blocks = groups * math.ceil(math.ceil(N / UNIT_ROWS) / (schedule.tiles * schedule.warps))
     defines = schedule.defines(scale_R is None, out_dtype == torch.float32)
-    run = library(str(folder), host_text(text or SOURCE.read_text(), CALLS, ENTRIES), defines).run_product
+    run = library(str(folder), host_text(text or cuda.source_of(SOURCE.name), CALLS, ENTRIES), defines).run_product
     run(blocks, 32 * schedule.warps, schedule.shared(K), _at(packed), _at(x), _at(scale_R), _at(scale_EN), _at(bounds),
         _at(y), E, N, K)  # fmt: skip
     return y

@@ -69,7 +69,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_text_is_seen(fault, tmp_path, monkeypatch):
     before, after = FAULTS[fault]
-    text = emulated.SOURCE.read_text()
+    text = emulated.cuda.source_of(emulated.SOURCE.name)
     if after is None:
         monkeypatch.setitem(emulated.CALLS, "st.shared.v4", ";")
     else:

@@ -76,7 +76,7 @@ def experts(tokens=TOKENS, recipe: str = "nvfp4_per_token") -> Iterator[dict]:
                for name, (_, N, K, _) in zip(("gate_up", "down"), SHAPES, strict=True)}  # fmt: skip
     mlp = SimpleNamespace(**{name: SimpleNamespace(weight=w) for name, w in weights.items()})
     ours, plain = QuantisedExperts(get(recipe)), Bf16Experts()
-    few = gpu.quantised_linear.FEW
+    few, most = gpu.quantised_linear.FEW, gpu.few_experts.MOST
     for T in tokens:
         plans, x = [p for _, p in _plans(T)], torch.randn(T, SHAPES[0][2], device="cuda", dtype=BF16)
         routed = torch.rand(T, TOP_K, device="cuda")
@@ -86,9 +86,11 @@ def experts(tokens=TOKENS, recipe: str = "nvfp4_per_token") -> Iterator[dict]:
 
         with torch.no_grad():
             got = run(ours, plans[0])
-            gpu.quantised_linear.FEW = -1 if T * TOP_K <= few * EXPERTS else 1 << 30  # the other form
-            wrong = differing(got, run(ours, plans[0])) if T <= 1024 else 0
-            gpu.quantised_linear.FEW = few
+            if T > most:  # the other form
+                gpu.quantised_linear.FEW = -1 if T * TOP_K <= few * EXPERTS else 1 << 30
+            gpu.few_experts.MOST = 0
+            wrong = differing(got, run(ours, plans[0]))
+            gpu.quantised_linear.FEW, gpu.few_experts.MOST = few, most
             ms, peer = medians_ms([[lambda p=p, leaf=leaf, run=run: run(leaf, p) for p in plans]
                                    for leaf in (ours, plain)])  # fmt: skip
         yield {"op": "experts", "shape": recipe, "M": T, "wrong": wrong, "ms": ms, "torch_ms": peer, "best": ["", ms]}

@@ -53,6 +53,7 @@ class Bf16Experts:
 @dataclass
 class QuantisedExperts:
     """gather -> quantise -> FC1 -> swiglu in FP32 -> quantise -> FC2 -> combine with the routing weights.
+    One kernel for a few tokens, where nobody asks for more than the output.
 
     fixed: the quantised weights of a checkpoint that has no others ("gate_up", "down"); else mlp's BF16 weights are
     quantised once after each change of them that WeightsStamp sees, not once a forward.
@@ -70,6 +71,8 @@ class QuantisedExperts:
     def __call__(self, mlp, x_TD: Tensor, plan: Plan, weights_TK: Tensor, note) -> Tensor:
         # Both before any row: a product may read its weight while the two kernels in front of it still run.
         of = self._operands(mlp, x_TD.device)
+        if self._bare(x_TD, note) and gpu.few_experts.takes(plan, of["gate_up"], of["down"]):
+            return gpu.few_experts.forward(x_TD, plan, weights_TK, of["gate_up"], of["down"])
         gate_up_R2F = self._product(mlp, "gate_up", of["gate_up"], x_TD, plan, torch.float32, note)
         note("gate_up", gate_up_R2F, plan)
         y_RD = self._product(mlp, "down", of["down"], gate_up_R2F, plan, torch.bfloat16, note)

@@ -19,7 +19,7 @@ from minitransformer.ops.gpu.launch import Window, watching
 
 OPTIONS = ("--fmad=false", "--std=c++17")  # no contraction; subnormals are kept unless -ftz is given
 _MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_DEPENDENT_LAUNCH = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_COOPERATIVE, _DEPENDENT_LAUNCH = 2, 6  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE, .._PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 @lru_cache
@@ -120,22 +120,23 @@ class _Config(ctypes.Structure):
 
 def launch(
     function, blocks: int, threads: int, shared: int, arguments: Iterable[Tensor | Window | int | float | None],
-    early: bool = False,
+    early: bool = False, meets: bool = False,
 ) -> None:  # fmt: skip
     """On the current stream of the current GPU. A tensor is its pointer, None a null pointer, an int an `int`, a float
     a `float`, a window of BF16 [rows, columns] the copy engine's map: zeros outside, blocks swizzled by 128 bytes.
 
     early: the kernel may begin before the one in front of it has ended (programmatic dependent launch), and waits by
-    griddepcontrol.wait where it must.
+    griddepcontrol.wait where it must. meets: its blocks wait for each other, so all must run at once.
     """
     if watching() is not None:
         arguments = list(arguments)
-        watching().launched(partial(launch, function, blocks, threads, shared, early=early), arguments)
+        watching().launched(partial(launch, function, blocks, threads, shared, early=early, meets=meets), arguments)
     values = [_value(a) for a in arguments]
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
     stream = torch.cuda.current_stream().cuda_stream
-    attribute = _Attribute(_DEPENDENT_LAUNCH, 0, 1)
-    config = _Config(blocks, 1, 1, threads, 1, 1, shared, stream, ctypes.pointer(attribute), int(early))
+    kinds = [kind for kind, wanted in ((_DEPENDENT_LAUNCH, early), (_COOPERATIVE, meets)) if wanted]
+    attributes = (_Attribute * 2)(*(_Attribute(kind, 0, 1) for kind in kinds))
+    config = _Config(blocks, 1, 1, threads, 1, 1, shared, stream, attributes, len(kinds))
     code = _driver().cuLaunchKernelEx(ctypes.byref(config), function, pointers, None)
     _done(code, _driver(), f"launch of {blocks} blocks of {threads} threads")
 

@@ -1,0 +1,79 @@
+"""The CUDA C++ of the experts of few tokens on a CPU: the operators' bits, and faults in its text that are seen."""
+
+import shutil
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed: no schedules to read")
+if shutil.which("g++") is None:
+    pytest.skip("no g++ to compile the emulation with", allow_module_level=True)
+
+from alignment_tests.bits import assert_bits_equal
+from alignment_tests.gpu import cuda_host
+from alignment_tests.gpu import emulated_experts as emulated
+from alignment_tests.gpu.experts_cases import case, operand, reference
+from minitransformer.ops.gpu import cuda, few_experts
+
+
+def check(folder, T, slots, E, D, F, blocks, text=None, same=False, **changes) -> None:
+    x, plan, routed, weights = case(T, slots, E, D, F, same=same)
+    operands = [operand(weights[name]) for name in ("gate_up", "down")]
+    got, faults = emulated.forward(folder, x, plan, routed, *operands, blocks, text, **changes)
+    assert_bits_equal(got, reference(x, plan, routed, weights), f"{T} tokens, {D} x {F}, {blocks} blocks")
+    assert (faults == 2**31 - 1).all()
+
+
+# Tokens, experts a token, experts, hidden, width, blocks, warps, pieces under way.
+CASES = (
+    (1, 2, 3, 128, 64, 8, 2, 3), (1, 1, 130, 320, 64, 3, 2, 1), (2, 3, 5, 64, 128, 4, 4, 2), (9, 1, 1, 64, 64, 3, 2, 2),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", CASES, ids=str)
+def test_has_the_bits_of_the_operators_one_by_one(shape, tmp_path):
+    """Blocks with several columns, several turns, a ring that goes round, units that do not fill a piece, nine rows."""
+    *shape, warps, depth = shape
+    check(tmp_path, *shape, WARPS=warps, DEPTH=depth, SHARED=1 << 17)
+
+
+@pytest.mark.slow
+def test_two_tokens_with_the_same_experts(tmp_path):
+    check(tmp_path, 2, 2, 4, 64, 64, 4, same=True, WARPS=2, DEPTH=2, SHARED=1 << 17)
+
+
+def test_a_row_that_is_not_finite_names_its_token(tmp_path):
+    x, plan, routed, weights = case(3, 1, 2, 64, 64)
+    x[1, 5], x[2, 7] = torch.inf, torch.nan
+    operands = [operand(weights[name]) for name in ("gate_up", "down")]
+    _, faults = emulated.forward(tmp_path, x, plan, routed, *operands, 4, WARPS=2, DEPTH=2, SHARED=1 << 17)
+    assert faults[0] == 1
+
+
+def test_what_is_asked_for_fits():
+    """Host and kernel agree on the shared memory (a static_assert of the kernel), for the largest shapes too."""
+    for T in range(1, few_experts.MOST + 1):
+        for slots, D, F in ((8, 2048, 768), (8, 4096, 1536), (4, 576, 384), (1, 64, 64)):
+            sizes = dict(few_experts.defines(T, slots, D, F, min(132, D // 16)))
+            assert sizes["DEPTH"] >= 1 and sizes["SHARED"] <= few_experts.SHARED_LIMIT
+
+
+# A fault in the text: what it replaces, and by what.
+FAULTS = {
+    "up in the place of gate": ("swiglu(v[c], s.up[turn & 1][warp / 2][c][lane])",
+                                "swiglu(s.up[turn & 1][warp / 2][c][lane], v[c])"),
+    "2^-19 left in": ("v[c] = __fmul_rn(__fmul_rn(acc[c], 524288.0f),", "v[c] = __fmul_rn(acc[c],"),
+    "a token's outer scale for another's": ("__fmul_rn(s.x_outer[token],", "__fmul_rn(s.x_outer[0],"),
+    "a row's maximum from one block of 16": ("atomicMax(top + row", "if (b % (COLUMNS / 16) == 0) atomicMax(top + row"),
+    "the sum in the order of the rows": ("s.row[token * SLOTS + k]", "s.row[token * SLOTS + SLOTS - 1 - k]"),
+    "a column of the neighbour's": ("blockIdx.x + part * BLOCKS) * 16", "blockIdx.x + part) * 16"),
+    "a group's rows from the expert's start": ("{expert, r, min", "{expert, r & ~7, min"),
+}  # fmt: skip
+
+
+@pytest.mark.slow  # a compilation each
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_the_text_is_seen(fault, tmp_path):
+    text = cuda_host.faulty(cuda.source_of(few_experts.SOURCE), *FAULTS[fault]) + f"// {fault}\n"
+    with pytest.raises(AssertionError, match="differ"):
+        check(tmp_path, 3, 3, 4, 128, 64, 3, text, WARPS=2, DEPTH=3, SHARED=1 << 17)

@@ -1,0 +1,70 @@
+"""The law of the GPU for 4-bit experts of few tokens, which are one kernel: the CPU's bits, eagerly, again and again in
+graphs, beside another stream, behind another kernel."""
+
+import pytest
+import torch
+
+from alignment_tests.gpu.experts_cases import case, operand, reference
+from alignment_tests.gpu.values import agree
+from minitransformer.ops import gpu
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing to compare with the CPU"),
+]
+# Experts a token, experts, hidden, width.
+SHAPES = ((8, 128, 2048, 768), (8, 16, 2048, 768), (4, 60, 1088, 320), (3, 5, 64, 64), (1, 1, 192, 1024))
+
+
+def on_gpu(T: int, shape: tuple[int, ...], seed: int = 1, same: bool = False):
+    """(the kernel's arguments, what it must give)."""
+    slots, E, D, F = shape
+    x, plan, routed, weights = case(T, slots, E, D, F, seed, same)
+    operands = [operand(weights[name]) for name in ("gate_up", "down")]
+    args = x.cuda(), plan.to("cuda"), routed.cuda(), *(tuple(t.cuda() for t in pair) for pair in operands)
+    return args, reference(x, plan, routed, weights)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("T", range(1, gpu.few_experts.MOST + 1))
+def test_few_tokens_are_one_kernel(T, shape):
+    for seed, same in ((1, False), (11, True)):
+        args, want = on_gpu(T, shape, seed, same)
+        assert gpu.few_experts.takes(args[1], *args[3:])
+        agree([gpu.few_experts.forward(*args)], [want], f"{T} tokens")
+    gpu.device.check(torch.device("cuda", 0))
+
+
+def test_replays_and_two_streams():
+    """Forty layers in a graph, each with its own counter, replayed in two streams at once: no row of another's."""
+    made = [on_gpu(T, (8, 32, 512, 256), T) for T in range(1, gpu.few_experts.MOST + 1)]
+    wants, graphs = [want.cuda() for _, want in made], []
+    for args, _ in made:
+        gpu.few_experts.forward(*args)  # compiles
+    for _ in range(2):
+        graph, outs = torch.cuda.CUDAGraph(), []
+        with torch.cuda.graph(graph):
+            for i in range(40):
+                outs.append(gpu.few_experts.forward(*made[i % len(made)][0]))
+        graphs.append((graph, outs, torch.cuda.Stream()))
+    torch.cuda.synchronize()
+    for _ in range(25):
+        for graph, outs, stream in graphs:
+            with torch.cuda.stream(stream):
+                for y in outs:
+                    y.fill_(torch.nan)
+                graph.replay()
+                graph.replay()
+        torch.cuda.synchronize()
+        wrong = [i for _, outs, _ in graphs for i, y in enumerate(outs)
+                 if not torch.equal(y.view(torch.int16), wants[i % len(wants)].view(torch.int16))]  # fmt: skip
+        assert not wrong, f"layers {wrong[:10]} differ from the first"
+
+
+def test_a_row_that_is_not_finite_is_named():
+    args, _ = on_gpu(2, (3, 5, 64, 64))
+    args[0][1, 7] = torch.nan
+    gpu.few_experts.forward(*args)
+    with pytest.raises(Exception, match="experts.gate_up.*1"):
+        gpu.device.check(torch.device("cuda", 0))

@@ -1,0 +1,80 @@
+"""NVFP4 experts of few tokens as one kernel (nvfp4_experts.cu), with the bits of the operators one by one."""
+
+from functools import lru_cache
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from minitransformer.ops.dispatch import Plan
+from minitransformer.ops.gpu import cuda, device
+from minitransformer.ops.gpu.launch import cdiv, on
+from minitransformer.ops.gpu.nvfp4 import aligned
+from minitransformer.ops.gpu.pack import UNIT_COLUMNS, UNIT_ROWS
+
+SOURCE = "nvfp4_experts.cu"
+MOST = 4  # tokens
+SHARED_LIMIT, PIECE, PADDING = 227 << 10, 4 * 576, 32
+COUNTERS = 1 << 16
+_launches = count()
+
+
+@lru_cache
+def _counters(home: torch.device) -> Tensor:
+    return torch.zeros(COUNTERS, dtype=torch.int64, device=home)
+
+
+def _arrived(home: torch.device) -> Tensor:
+    """A launch's own counter: two that run at once, in two streams or two graphs, must not share one."""
+    at = next(_launches) % COUNTERS
+    return _counters(home)[at : at + 1]
+
+
+def _fixed(T: int, slots: int, D: int, F: int, blocks: int, warps: int) -> int:
+    """Bytes of shared memory beside the ring, at most (struct Shared in the kernel's text)."""
+    R, own = T * slots, cdiv(D // UNIT_ROWS, blocks)
+    rows = T * (2 * D + PADDING) + R * (2 * F + PADDING) + own * R * 2 * UNIT_ROWS
+    return rows + 512 * warps + 8 * T + 44 * R + 128
+
+
+def defines(T: int, slots: int, D: int, F: int, blocks: int) -> tuple[tuple[str, int], ...]:
+    """What nvfp4_experts.cu is compiled with: as deep a ring as fits."""
+    warps = 8 if T == 1 else 16
+    left = SHARED_LIMIT - _fixed(T, slots, D, F, blocks, warps)
+    pieces = cdiv(D, 256) * cdiv(2 * F // UNIT_ROWS * T * slots, blocks * warps) + cdiv(F, 256)
+    depth = min(left // (warps * (PIECE + 8)), pieces)
+    shared = SHARED_LIMIT - left + depth * warps * (PIECE + 8)
+    values = {"TOKENS": T, "SLOTS": slots, "HIDDEN": D, "WIDTH": F, "BLOCKS": blocks, "WARPS": warps, "DEPTH": depth}
+    return (*values.items(), ("SHARED", shared), ("WIDE", 0), ("DECODE", 1))
+
+
+def takes(plan: Plan, gate_up: tuple[Tensor, Tensor], down: tuple[Tensor, Tensor]) -> bool:
+    """Whether the kernel serves these tokens and (packed weight, outer scales) of both products."""
+    (T, slots), D, F = plan.rows_TK.shape, down[1].shape[1], gate_up[1].shape[1] // 2
+    return 1 <= T <= MOST and 1 <= slots <= 16 and D % UNIT_COLUMNS == F % UNIT_COLUMNS == 0 and 0 < max(D, F) <= 4096
+
+
+def forward(
+    x_TD: Tensor, plan: Plan, weights_TK: Tensor, gate_up: tuple[Tensor, Tensor], down: tuple[Tensor, Tensor]
+) -> Tensor:
+    """x [T, D] BF16, routing weights FP32 [T, K], packed weights with outer scales FP32 -> [T, D] BF16.
+
+    What `takes` refuses is not to be given. No gradient.
+    """
+    home, (T, D), slots, F = x_TD.device, x_TD.shape, plan.rows_TK.shape[1], gate_up[1].shape[1] // 2
+    (x,) = device.take("few_experts", home, torch.bfloat16, x_TD)
+    places = device.take("few_experts", home, torch.int64, plan.order_R, plan.rows_TK, plan.bounds_E1)
+    weights, *scales = device.take("few_experts", home, torch.float32, weights_TK, gate_up[1], down[1])
+    h = torch.empty(T * slots, F, dtype=torch.bfloat16, device=home)
+    out = torch.empty(T, D, dtype=torch.bfloat16, device=home)
+    how = defines(T, slots, D, F, min(device.multiprocessors(home), D // UNIT_ROWS))
+    sizes = dict(how)
+    with on(home):
+        cuda.launch(
+            cuda.kernel(home, SOURCE, "experts", how, sizes["SHARED"]),
+            sizes["BLOCKS"], 32 * sizes["WARPS"], sizes["SHARED"],
+            (aligned(x), *places, weights, gate_up[0], scales[0], down[0], scales[1], h, out, _arrived(home),
+             device.faults(home), plan.num_experts, device.slot("experts.gate_up"), device.slot("experts.down")),
+            early=True, meets=True,
+        )  # fmt: skip
+    return out
