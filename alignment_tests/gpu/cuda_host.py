@@ -26,7 +26,7 @@ CALLS = {
     "cp.async.commit_group": ";",
     "cp.async.wait_group": ";",
     "griddepcontrol": ";",
-    **dict.fromkeys(("lop3.b32", "{.reg .b16", "ld.global.f32"), ";"),  # of weights, which these kernels have none of
+    **dict.fromkeys(("lop3.b32", "{.reg .b16", "ld.global.f32", "ldmatrix"), ";"),  # of weights: not used here
 }
 
 

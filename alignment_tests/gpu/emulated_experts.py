@@ -10,21 +10,25 @@ from torch import Tensor
 from alignment_tests.gpu import emulated_product
 from minitransformer.ops.gpu import cuda, few_experts
 
+# Of nvfp4.cuh and nvfp4_encode.cuh.
+ARITHMETIC = {
+    "mul.bf16x2": "d = mul_bf16x2(a, b);",
+    "lop3.b32": "pair = (word & 0x0FF00FF0) | 0x70007000;",
+    "{.reg .b16": "low = (pair & 0xFFFF) * 0x10001, high = (pair >> 16) * 0x10001;",
+    "fma.rn.sat.f32": "r = saturated_fma(y, 0.5f, c);",
+    "cvt.rn.satfinite.e4m3x2.f32": "d = e4m3_code(v);",
+    "and.b32": "d = a & 0x7FFF7FFF;",
+    "cvt.rn.bf16x2": "pair = nearest_bf16(even) | (u32)nearest_bf16(odd) << 16;",
+}
 # The start of an instruction's text -> the call that stands for it. A barrier counts the copies that have ended.
-CALLS = {
+CALLS = ARITHMETIC | {
     "mbarrier.init": "*(u64 *)barrier = 0;",
     "{.reg .pred done": "while (((std::atomic_ref(*barrier) - 1) & 1) != parity) std::this_thread::yield();",
     "cp.async.bulk.shared": "memcpy(to, from, bytes), std::atomic_ref(*barrier)++;",
     "cp.async.cg": "memcpy(to, from, 16);",
-    "mul.bf16x2": "d = mul_bf16x2(a, b);",
-    "lop3.b32": "pair = (word & 0x0FF00FF0) | 0x70007000;",
-    "{.reg .b16": "low = (pair & 0xFFFF) * 0x10001, high = (pair >> 16) * 0x10001;",
     "ld.global.f32": "v = *at;",
-    "mma.sync.aligned.m16n8k16": "mma_m16n8k16(acc, a, b);",
-    "fma.rn.sat.f32": "r = saturated_fma(y, 0.5f, c);",
-    "cvt.rn.satfinite.e4m3x2.f32": "d = e4m3_code(v);",
-    "and.b32": "d = a & 0x7FFF7FFF;",
-    "cvt.rn.bf16x2.f32 %0, %1, %2;": "pair = nearest_bf16(even) | (u32)nearest_bf16(odd) << 16;",
+    "mma.sync.aligned.m16n8k16": "mma_m16n8k16(acc, a, {b0, b1});",
+    "ldmatrix": "v = load_matrices(at);",
     "bar.sync %0, 64": "pair_barrier(warp / 2).arrive_and_wait();",
     "atom.acq_rel": "now = ~0ull;",
 }
@@ -65,8 +69,8 @@ def host_text(text: str) -> str:
     calls = CALLS | dict.fromkeys(NOTHING, ";")
     text = text.replace("pack(float low, float high)", "pack(float even, float odd)")  # one call for one instruction
     text = text.replace("extern __shared__ __align__(128) char memory[];", "char *memory = block_memory;")
-    text = emulated_product.host_text(text, calls, ENTRY).replace("(u32)__cvta_generic_to_shared(p)", "0")
-    return text.replace('#include "warp.h"', '#include "warp.h"' + MORE, 1)
+    text = text.replace("(u32)__cvta_generic_to_shared(p)", "(u32)((const char *)p - block_memory)")
+    return emulated_product.host_text(text, calls, ENTRY).replace('#include "warp.h"', '#include "warp.h"' + MORE, 1)
 
 
 def forward(folder, x: Tensor, plan, weights_TK: Tensor, gate_up, down, blocks: int, text=None, **changes: int):

@@ -85,7 +85,7 @@ def forward(folder, q: Tensor, k: Tensor, v: Tensor, batch: Batch, programs: int
     outputs = torch.full_like(q, torch.nan), torch.full((T, N), torch.nan), torch.full((T, N), torch.nan)
     begin = 0, *accumulate(batch.kv_lens)
     bounds, starts = (torch.tensor(x, dtype=torch.int32) for x in (batch.cu_seqlens, begin))
-    maps = [(ctypes.c_uint64 * 16)(x.data_ptr(), len(x), G * H) for x in (k, v)]
+    maps = [(ctypes.c_uint64 * 16)(x.data_ptr(), len(x), G * H, prefill.KEY_TILE, 64, 2) for x in (k, v)]
     pointers = [ctypes.c_void_p(x.data_ptr()) for x in (q, batch.positions_T, bounds, starts, *outputs)]
     items = -(-int(bounds.diff().max()) // (prefill.ROWS // (N // G) * schedule.groups))
     run(programs, prefill.shared(H, *schedule), ctypes.c_void_p(ex2_table().ctypes.data), *maps, *pointers,

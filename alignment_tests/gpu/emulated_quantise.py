@@ -59,7 +59,7 @@ def quantize(x: Tensor, amax: Tensor, group: int, steps: int, decode: bool, plan
 def produce(x: Tensor, plan, K: int, gather: bool, keep=True):
     """As gpu.quantised_rows on CPU tensors -> (y, codes, scales, outer, decoded, faults)."""
     R, (codes, scales, decoded) = plan.num_rows, _empty(plan.num_rows, K)
-    defines = quantised_rows.defines(K, gather, keep)
+    defines = quantised_rows.defines(K, int(gather), keep)
     places = plan.rows_TK if gather else plan.order_R
     y, outer, faults = decoded.clone(), torch.full((R,), torch.nan), torch.full((2,), 2**31 - 1, dtype=torch.int32)
     cuda_host.run(

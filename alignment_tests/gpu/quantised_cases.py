@@ -2,23 +2,11 @@
 
 from collections.abc import Iterator
 
-from triton.experimental.gluon import language as gl
-
-from minitransformer.ops.gpu import device, grouped_linear, pingpong, pingpong_packed, quantised_linear
+from minitransformer.ops.gpu import grouped_linear, pingpong
 
 
 def products() -> Iterator[tuple]:
     """(name, kernel, types, constants, warps, stages, flags) of quantised_linear.py's Triton kernels."""
-    for tile in quantised_linear.MANY_CANDIDATES:
-        blocks = ("bf16", [tile.m, tile.k]), ("i32", [tile.n // 16, 128]), ("i32", [tile.n // 16, 16])
-        kinds = {"bf16": gl.bfloat16, "i32": gl.int32}
-        layouts = (gl.NVMMASharedLayout.get_default_for(block, kinds[kind]) for kind, block in blocks)
-        descs = [f"tensordesc<{kind}{block},{layout!r}>" for (kind, block), layout in zip(blocks, layouts, strict=True)]
-        flags = (*device.STRICT.items(), ("maxnreg", pingpong.REGISTERS))
-        for out, exact in (("*bf16", True), ("*bf16", False), ("*fp32", True), ("*fp32", False)):
-            types = (*descs, out, "*i32", "*fp32", "*fp32", "i32!", "i32!", "i32", "i32")
-            name, kernel = f"quantised_linear packed {out} {exact} {tile}", pingpong_packed.packed_kernel
-            yield name, kernel, types, (tile.stages, exact), 4, 1, flags
     for tile in {grouped_linear.choose(128 * average, 128, 2048): None for average in (1, 16, 64, 512)}:
         for out in ("*bf16", "*fp32"):
             types = ("*bf16", "*bf16", out, "*i64", "*fp32", "*fp32", "i32!", "i32!", "i32", "i32")

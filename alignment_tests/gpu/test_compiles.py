@@ -141,7 +141,7 @@ def test_the_packed_product_compiles_to_the_arithmetic_of_the_spec(schedule, tmp
 FORMS = ((torch.bfloat16, False, 4), (torch.bfloat16, True, 1), (torch.float32, True, 4))  # dtype, decode, steps
 QUANTISERS = [nvfp4.defines(K, *form) for K in (576, 768, 2048) for form in FORMS]
 QUANTISERS += [quantised_rows.defines(K, *how) for K in (576, 768, 2048, 8192)
-               for how in itertools.product((True, False), (True, False))]  # fmt: skip
+               for how in itertools.product(range(3), (True, False))]  # fmt: skip
 
 
 @pytest.mark.parametrize("defines", QUANTISERS, ids=str)

@@ -54,7 +54,7 @@ def test_has_the_bits_of_the_spec(schedule, counts, tmp_path_factory):
 
 # A fault in the text: what it replaces, and by what.
 FAULTS = {
-    "a step has other columns than the spec's": ("u * 128 + step * 32", "u * 128 + (step ^ 1) * 32"),
+    "a step has other columns than the spec's": ("u * 128 + step * 32", "u * 128 + (step ^ 2) * 32"),
     "one scale for both rows": ("a[1] = mul2((word << 3) & (TRIPLE | SIGN), high)",
                                 "a[1] = mul2((word << 3) & (TRIPLE | SIGN), low)"),
     "2^-19 left in": ("__fmul_rn(acc[i][j][c], 524288.0f)", "acc[i][j][c]"),

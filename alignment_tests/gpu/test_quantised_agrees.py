@@ -147,8 +147,10 @@ def test_rows_quantised_as_they_are_produced(K, kind):
             got, q, decoded = fused(leaves[1], on)
             wanted, wanted_decoded = nvfp4.quantize_decoded(want.detach(), amax)
             agree([got, *parts(q), decoded], [want, *parts(wanted), wanted_decoded], f"{fused.__name__} {T}")
-            lean = gpu.quantised_rows.operand(leaves[1], on, fused is gpu.quantised_rows.gather)
-            agree(lean, [wanted_decoded, wanted.outer], f"{fused.__name__} {T} alone")
+            rows = gpu.quantised_rows
+            own = rows.GATHER if plain is dispatch.gather_amax else rows.SWIGLU
+            for source, y in ((own, leaves[1]), (rows.ROWS, got)):
+                agree(rows.operand(y, on, source), [wanted_decoded, wanted.outer], f"{fused.__name__} {T} {source}")
             dy = inputs.bf16(16, *want.shape)
             want.backward(dy), got.backward(dy.cuda())
             if kind not in ("finite", "tiny", "subnormals"):
@@ -210,7 +212,7 @@ def packed_schedules(K: int) -> list[tuple]:
     """(product, schedule) of every way to multiply by a packed weight."""
     forms = gpu.quantised_linear
     few = [(forms.packed_product, schedule) for schedule in forms.PACKED_CANDIDATES if schedule.fits(K)]
-    return [*few, *((forms.many_product, tile) for tile in forms.MANY_CANDIDATES)]
+    return [*few, *((forms.many_product, tile) for tile in gpu.many_rows.CANDIDATES)]
 
 
 ACTIVATIONS = ["nvfp4", "mxfp8", "normal", "wide", "tiny", "special"]

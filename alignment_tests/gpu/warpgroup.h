@@ -1,15 +1,13 @@
 // Beside warp.h, what attention_prefill.cu names in PTX: products of four warps that read a tile in shared memory as it
 // lies there, swizzled, loads by the copy engine, and barriers that count. A product is done where it is asked for.
 #include "warp.h"
-#include <atomic>
+#include "arithmetic.h"
 #include <map>
 #include <mutex>
 using std::max;
-#define __align__(n) alignas(n)
 #define __grid_constant__
 #define INFINITE_WAIT 200000000
 
-struct float4 { float x, y, z, w; };
 static thread_local Index gridDim;
 static const float *exp2_table;  // T of rounding.py
 static float __shfl_sync(unsigned all, float value, int source) {
@@ -23,14 +21,6 @@ static float __shfl_xor_sync(unsigned all, float value, int by) { return __shfl_
 static void __syncwarp() { wait(); }
 static bool __any_sync(unsigned all, bool value) { return __ballot_sync(all, value) != 0; }
 static bool __all_sync(unsigned all, bool value) { return __ballot_sync(all, value) == ~0u; }
-static float __fdiv_rn(float a, float b) { return a / b; }
-static float __frcp_rn(float a) { return 1 / a; }
-static float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
-static unsigned __float_as_uint(float value) {
-    unsigned bits;
-    memcpy(&bits, &value, 4);
-    return bits;
-}
 static float __int_as_float(int bits) {
     float value;
     memcpy(&value, &bits, 4);
@@ -76,16 +66,18 @@ static void barrier_wait(unsigned at, unsigned parity) {
 }
 
 static char &shared_byte(unsigned at) { return block_memory[at ^ (at >> 7 & 7) << 4]; }  // 128-byte swizzle
-// 64 rows of 64 columns; words of a map: address, rows, columns.
+// Words of a map: address, rows, columns, rows and columns of a block, bytes of a value (2: swizzled).
 static void copy_tile(unsigned to, const unsigned long long *map, int column, int row, unsigned barrier) {
-    for (int r = 0; r < 64; r++)
-        for (int c = 0; c < 64; c++) {
+    const int size = map[5];
+    for (int r = 0; r < map[3]; r++)
+        for (int c = 0; c < map[4]; c++) {
             bool inside = row + r >= 0 && row + r < (long long)map[1] && column + c < (long long)map[2];
-            unsigned short value = inside ? ((const unsigned short *)map[0])[(row + r) * map[2] + column + c] : 0;
-            memcpy(&shared_byte(to + r * 128 + c * 2), &value, 2);
+            unsigned at = to + (r * map[4] + c) * size, value = 0;
+            if (inside) memcpy(&value, (const char *)map[0] + ((row + r) * map[2] + column + c) * size, size);
+            memcpy(size == 2 ? &shared_byte(at) : block_memory + at, &value, size);
         }
     std::lock_guard<std::mutex> lock(guard);
-    phases[barrier].bytes -= 8192;
+    phases[barrier].bytes -= map[3] * map[4] * size;
     settle(phases[barrier]);
 }
 

@@ -1,4 +1,4 @@
-"""The packed 4-bit weight: read back as nvfp4_product.cu reads it, in NumPy, every code with every scale."""
+"""The packed 4-bit weight: read back as nvfp4.cuh reads it, in NumPy, every code with every scale."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def unpack(packed: torch.Tensor) -> np.ndarray:
     """The masks, shifts and products of the kernel's `decode` and `scales_of`, and the places of its lanes."""
     words = packed.numpy().view(np.uint32)
     E, tiles, units, _ = words.shape
-    out = np.empty((E, tiles, 2, 8, units, 4, 4, 2, 2), np.float32)  # half, g, unit, step, t, pair, element
+    out = np.empty((E, tiles, 2, 8, units, 4, 2, 4, 2), np.float32)  # half, g, unit, step, pair, t, element
     codes, scales = words[..., :128].reshape(E, tiles, units, 8, 4, 4), words[..., 128:].reshape(E, tiles, units, 8, 2)
     for step in range(4):
         word, scale = codes[..., step], scales[..., step // 2]
@@ -36,7 +36,7 @@ def unpack(packed: torch.Tensor) -> np.ndarray:
         )
         for place, pair in enumerate(pairs):
             value = bf16(pair) * factor[..., place % 2, None, None] * np.float32(2**19)
-            out[:, :, place % 2, :, :, step, :, place // 2] = value.transpose(0, 1, 3, 2, 4, 5)
+            out[:, :, place % 2, :, :, step, place // 2] = value.transpose(0, 1, 3, 2, 4, 5)
     return out.reshape(E, tiles * 16, units * 64)
 
 
@@ -61,7 +61,7 @@ def test_every_code_with_every_scale():
 
 
 def test_a_scale_is_normal_in_bf16_and_so_is_every_product():
-    """What the proof in nvfp4_product.cu needs: no operand of the tensor core is subnormal."""
+    """What the proof in nvfp4.cuh needs: no operand of the tensor core is subnormal."""
     codes, scales = np.meshgrid(np.arange(16), np.arange(127))
     value = np.abs(nvfp4.E2M1[codes] * nvfp4.E4M3[scales]).astype(np.float64) * 2.0**-19
     assert value[value > 0].min() >= 2.0**-29 and value.max() < 2.0**-7

@@ -55,7 +55,7 @@ def products(tokens=TOKENS) -> Iterator[dict]:
                 return [lambda p=p: product(*args, p, out_dtype, tile) for _, p in plans]
 
             tiles = [s for s in forms.PACKED_CANDIDATES if s.fits(K) and s.depth > 2 and T <= 1024]
-            tiles += forms.MANY_CANDIDATES if T >= 64 else ()
+            tiles += gpu.many_rows.CANDIDATES if T >= 64 else ()
             times = schedules(tiles, lambda tile, calls=calls: calls(tile)[0](), got, calls, differing)
             calls = [[lambda p=p, args=args, t=out_dtype: op.forward(*args, p, t) for _, p in plans],
                      [lambda p=p, x=x, w=w: grouped_linear.forward(x, w, p) for _, p in plans]]  # fmt: skip

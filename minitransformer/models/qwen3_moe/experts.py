@@ -53,7 +53,6 @@ class Bf16Experts:
 @dataclass
 class QuantisedExperts:
     """gather -> quantise -> FC1 -> swiglu in FP32 -> quantise -> FC2 -> combine with the routing weights.
-    One kernel for a few tokens, where nobody asks for more than the output.
 
     fixed: the quantised weights of a checkpoint that has no others ("gate_up", "down"); else mlp's BF16 weights are
     quantised once after each change of them that WeightsStamp sees, not once a forward.
@@ -71,8 +70,8 @@ class QuantisedExperts:
     def __call__(self, mlp, x_TD: Tensor, plan: Plan, weights_TK: Tensor, note) -> Tensor:
         # Both before any row: a product may read its weight while the two kernels in front of it still run.
         of = self._operands(mlp, x_TD.device)
-        if self._bare(x_TD, note) and gpu.few_experts.takes(plan, of["gate_up"], of["down"]):
-            return gpu.few_experts.forward(x_TD, plan, weights_TK, of["gate_up"], of["down"])
+        if self._bare(x_TD, note) and gpu.quantised_experts.takes(of["gate_up"], of["down"]):
+            return gpu.quantised_experts.forward(x_TD, plan, weights_TK, of["gate_up"], of["down"])
         gate_up_R2F = self._product(mlp, "gate_up", of["gate_up"], x_TD, plan, torch.float32, note)
         note("gate_up", gate_up_R2F, plan)
         y_RD = self._product(mlp, "down", of["down"], gate_up_R2F, plan, torch.bfloat16, note)
@@ -90,7 +89,7 @@ class QuantisedExperts:
         return self.recipe.activation_scale == "row" and x.is_cuda and gpu.quantised_rows.serves(x.shape[1])
 
     def _bare(self, x: Tensor, note) -> bool:
-        """Whether nobody asks for more of the rows than a product reads: no trace, no gradient."""
+        """Whether nobody asks for more than the output: no trace, no gradient."""
         return note is no_trace and not torch.is_grad_enabled() and self._at_once(x)
 
     def _rows(self, name: str, x: Tensor, plan: Plan, note) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
@@ -99,9 +98,6 @@ class QuantisedExperts:
         gate_up: tokens x [T, D], gathered. down: SwiGLU of x [R, 2F] FP32.
         """
         gathers = name == "gate_up"
-        if self._bare(x, note):
-            operand = gpu.quantised_rows.operand(x, plan, gathers)
-            return operand[0], operand
         if self._at_once(x):
             x_RK, q, decoded = (gpu.quantised_rows.gather if gathers else gpu.quantised_rows.swiglu)(x, plan)
         else:

@@ -123,7 +123,8 @@ def launch(
     early: bool = False, meets: bool = False,
 ) -> None:  # fmt: skip
     """On the current stream of the current GPU. A tensor is its pointer, None a null pointer, an int an `int`, a float
-    a `float`, a window of BF16 [rows, columns] the copy engine's map: zeros outside, blocks swizzled by 128 bytes.
+    a `float`, a window [rows, columns] the copy engine's map: zeros outside, blocks of BF16 (not of int32) swizzled by
+    128 bytes.
 
     early: the kernel may begin before the one in front of it has ended (programmatic dependent launch), and waits by
     griddepcontrol.wait where it must. meets: its blocks wait for each other, so all must run at once.
@@ -143,22 +144,24 @@ def launch(
 
 def _value(argument) -> ctypes._SimpleCData | ctypes.Array:
     if type(argument) is Window:
-        return _map(argument.tensor.data_ptr(), tuple(argument.tensor.shape), argument.block)
+        x = argument.tensor
+        return _map(x.data_ptr(), tuple(x.shape), argument.block, x.dtype)
     if isinstance(argument, int | float):
         return (ctypes.c_int if isinstance(argument, int) else ctypes.c_float)(argument)
     return ctypes.c_void_p(None if argument is None else argument.data_ptr())
 
 
 @lru_cache(maxsize=4096)
-def _map(at: int, shape: tuple[int, int], block: tuple[int, int]) -> ctypes.Array:
+def _map(at: int, shape: tuple[int, int], block: tuple[int, int], dtype: torch.dtype) -> ctypes.Array:
     """A map says where and what shape, so one address has one map, whoever owns it."""
     memory = (ctypes.c_uint64 * 24)()
     place = (ctypes.c_uint64 * 16).from_buffer(memory, -ctypes.addressof(memory) % 64)
-    sizes, stride = (ctypes.c_uint64 * 2)(*reversed(shape)), (ctypes.c_uint64 * 1)(2 * shape[1])
+    sizes, stride = (ctypes.c_uint64 * 2)(*reversed(shape)), (ctypes.c_uint64 * 1)(dtype.itemsize * shape[1])
     box, steps = (ctypes.c_uint32 * 2)(*reversed(block)), (ctypes.c_uint32 * 2)(1, 1)
-    bf16, swizzle_128, fetch_256 = 9, 3, 3
+    kind, swizzle = {torch.bfloat16: (9, 3), torch.int32: (3, 0)}[dtype]
+    fetch_256 = 3
     code = _driver().cuTensorMapEncodeTiled(
-        place, bf16, 2, ctypes.c_void_p(at), sizes, stride, box, steps, 0, swizzle_128, fetch_256, 0
+        place, kind, 2, ctypes.c_void_p(at), sizes, stride, box, steps, 0, swizzle, fetch_256, 0
     )
     _done(code, _driver(), f"a map of {shape}")
     return place

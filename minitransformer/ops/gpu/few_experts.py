@@ -13,8 +13,8 @@ from minitransformer.ops.gpu.nvfp4 import aligned
 from minitransformer.ops.gpu.pack import UNIT_COLUMNS, UNIT_ROWS
 
 SOURCE = "nvfp4_experts.cu"
-MOST = 4  # tokens
-SHARED_LIMIT, PIECE, PADDING = 227 << 10, 4 * 576, 32
+MOST = 8  # tokens
+SHARED_LIMIT, UNIT_BYTES, PADDING = 227 << 10, 576, 16
 COUNTERS = 1 << 16
 _launches = count()
 
@@ -37,21 +37,28 @@ def _fixed(T: int, slots: int, D: int, F: int, blocks: int, warps: int) -> int:
     return rows + 512 * warps + 8 * T + 44 * R + 128
 
 
+def _blocks(home: torch.device, D: int) -> int:
+    return min(device.multiprocessors(home), D // UNIT_ROWS)
+
+
+@lru_cache
 def defines(T: int, slots: int, D: int, F: int, blocks: int) -> tuple[tuple[str, int], ...]:
     """What nvfp4_experts.cu is compiled with: as deep a ring as fits."""
-    warps = 8 if T == 1 else 16
-    left = SHARED_LIMIT - _fixed(T, slots, D, F, blocks, warps)
-    pieces = cdiv(D, 256) * cdiv(2 * F // UNIT_ROWS * T * slots, blocks * warps) + cdiv(F, 256)
-    depth = min(left // (warps * (PIECE + 8)), pieces)
-    shared = SHARED_LIMIT - left + depth * warps * (PIECE + 8)
+    warps, units = (12, 8) if T == 1 else (16, 4)
+    left, piece = SHARED_LIMIT - _fixed(T, slots, D, F, blocks, warps), warps * (units * UNIT_BYTES + 8)
+    tiles = cdiv(2 * F // UNIT_ROWS * T * slots, blocks * warps)  # of FC1, of a warp
+    depth = min(left // piece, tiles * cdiv(D, UNIT_COLUMNS * units) + cdiv(F, UNIT_COLUMNS * units))
     values = {"TOKENS": T, "SLOTS": slots, "HIDDEN": D, "WIDTH": F, "BLOCKS": blocks, "WARPS": warps, "DEPTH": depth}
-    return (*values.items(), ("SHARED", shared), ("WIDE", 0), ("DECODE", 1))
+    values |= {"AT_ONCE": units, "SHARED": SHARED_LIMIT - left + depth * piece, "WIDE": 0, "DECODE": 1}
+    return tuple(values.items())
 
 
-def takes(plan: Plan, gate_up: tuple[Tensor, Tensor], down: tuple[Tensor, Tensor]) -> bool:
+def takes(home: torch.device, plan: Plan, gate_up: tuple[Tensor, Tensor], down: tuple[Tensor, Tensor]) -> bool:
     """Whether the kernel serves these tokens and (packed weight, outer scales) of both products."""
     (T, slots), D, F = plan.rows_TK.shape, down[1].shape[1], gate_up[1].shape[1] // 2
-    return 1 <= T <= MOST and 1 <= slots <= 16 and D % UNIT_COLUMNS == F % UNIT_COLUMNS == 0 and 0 < max(D, F) <= 4096
+    if not 1 <= T <= MOST or not 1 <= slots <= 16 or D % UNIT_COLUMNS or F % UNIT_COLUMNS or 0 in (D, F):
+        return False
+    return dict(defines(T, slots, D, F, _blocks(home, D)))["DEPTH"] >= 2
 
 
 def forward(
@@ -67,7 +74,7 @@ def forward(
     weights, *scales = device.take("few_experts", home, torch.float32, weights_TK, gate_up[1], down[1])
     h = torch.empty(T * slots, F, dtype=torch.bfloat16, device=home)
     out = torch.empty(T, D, dtype=torch.bfloat16, device=home)
-    how = defines(T, slots, D, F, min(device.multiprocessors(home), D // UNIT_ROWS))
+    how = defines(T, slots, D, F, _blocks(home, D))
     sizes = dict(how)
     with on(home):
         cuda.launch(

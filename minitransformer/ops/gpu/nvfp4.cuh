@@ -1,9 +1,8 @@
 // Packed NVFP4 weights and what the tensor core reads of them. Included by the kernels that multiply by such weights.
 //
 // Packed weight of one expert (pack.py): for 16 rows of W and 64 of its columns 576 bytes, 32 lanes x 4 words of codes
-// and 8 x 2 words of block scales. Lane 4g + t holds rows g and g + 8; its word s holds the columns 16s + 4t + 0 .. 3.
-// They stand in the slots 2t, 2t + 1, 2t + 8, 2t + 9 of step s of mma.m16n8k16, and x is read in the same order: a
-// step's 16 products are added exactly, so their order is free, and each step has the spec's 16 columns.
+// and 8 x 2 words of block scales. Lane 4g + t holds rows g and g + 8; its word s holds the columns 16s + 2t, 2t + 1,
+// 2t + 8 and 2t + 9: what it gives to step s of mma.m16n8k16, or of wgmma, whose four warps have 16 rows each.
 //
 // A word's four pairs (two neighbours of one row each) are a BF16 pair after one shift and a mask, or two: E2M1's
 // exponent and mantissa stand in BF16's lowest exponent bits and highest mantissa bit, which is code * 2^-126,
@@ -58,5 +57,13 @@ __device__ __forceinline__ void decode(u32 word, u32 low, u32 high, u32 (&a)[4])
 __device__ __forceinline__ float load_early(const float *at) {
     float v;
     asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(at));
+    return v;
+}
+
+// Of four 8 x 8 blocks, lane 8i + j names row j of block i, and gets two neighbours of row lane / 4 of each block.
+__device__ __forceinline__ uint4 load_blocks(u32 at) {
+    uint4 v;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
     return v;
 }

@@ -9,8 +9,9 @@
 // The grid has no more blocks than the GPU runs at once, and is launched as one that meets (cuda.launch). `arrived` only
 // grows, by the number of blocks a launch, so nobody has to reset it.
 //
-// Compiled with: TOKENS, SLOTS (experts a token), HIDDEN, WIDTH (of an expert), BLOCKS, WARPS, DEPTH: pieces of the weights
-// that a warp has on their way, SHARED: bytes; WIDE 0 and DECODE 1 for nvfp4_encode.cuh.
+// Compiled with: TOKENS, SLOTS (experts a token), HIDDEN, WIDTH (of an expert), BLOCKS, WARPS, AT_ONCE: units of 64 columns in
+// a piece of the weight (a copy costs some 20 ns, whatever its length), DEPTH: pieces that a warp has on their way, SHARED:
+// bytes; WIDE 0 and DECODE 1 for nvfp4_encode.cuh.
 
 #include "hopper.cuh"
 #include "nvfp4.cuh"
@@ -18,12 +19,11 @@
 
 #define THREADS (32 * WARPS)
 #define ROWS (TOKENS * SLOTS)
-#define AT_ONCE 4  // units of a piece
 #define PIECE (AT_ONCE * UNIT)
 #define COLUMN_TILES (HIDDEN / 16)
 #define PAIRS (WIDTH / 16)
 #define OWN ((COLUMN_TILES + BLOCKS - 1) / BLOCKS)
-#define STRIDE(columns) (2 * (columns) + 32)  // 32: four rows' pieces fill the 32 banks
+#define STRIDE(columns) (2 * (columns) + 16)  // 16: eight rows' pieces fill the 32 banks
 
 struct Group { int expert, first, count; };  // up to 8 rows of an expert
 struct Shared {
@@ -37,7 +37,7 @@ struct Shared {
     Group group[ROWS];
     u16 y[OWN][ROWS][16];
 };
-static_assert(sizeof(Shared) <= SHARED && THREADS >= 2 * 32, "shared memory");
+static_assert(sizeof(Shared) <= SHARED && ROWS <= THREADS && DEPTH > 1, "few_experts.py counts otherwise");
 
 __device__ __forceinline__ void copy(char *to, const char *from, int bytes, u64 *barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
@@ -70,6 +70,10 @@ struct Work {
         return {item % groups, (int)blockIdx.x + part * BLOCKS, part};
     }
 
+    __device__ __forceinline__ void advance() {
+        if (++slot == DEPTH) slot = 0, phase ^= 1;
+    }
+
     // Has the copy engine bring the next piece into a free slot.
     __device__ __forceinline__ void ask(Shared &s, int slot) {
         if (turn == turns) return;
@@ -90,32 +94,55 @@ struct Work {
     }
 };
 
-// The chain of a tile: acc of rows g, g + 8 of the weight and 2t, 2t + 1 of x, at this lane's row of x.
+// What a lane reads of a unit: of the weight, and of x for two steps each. Lane 8i + j names row j of x.
+struct Operands { uint4 codes; uint2 scales; uint4 x[2]; };
+
+__device__ __forceinline__ Operands read(const char *unit, u32 x) {
+    const int lane = threadIdx.x & 31;
+    return {*(const uint4 *)(unit + 16 * lane), *(const uint2 *)(unit + 512 + lane / 4 * 8),
+            {load_blocks(x), load_blocks(x + 64)}};
+}
+
+__device__ __forceinline__ void multiply(float (&acc)[4], const Operands &of) {
+#pragma unroll
+    for (int step = 0; step < 4; step++) {
+        const uint4 c = of.codes, b = of.x[step / 2];
+        const u32 word = step == 0 ? c.x : step == 1 ? c.y : step == 2 ? c.z : c.w;
+        const u32 b0 = step % 2 ? b.z : b.x, b1 = step % 2 ? b.w : b.y;
+        u32 low, high, a[4];
+        scales_of(of.scales, step, low, high);
+        decode<false>(word, low, high, a);
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};" : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+}
+
+// The chain of a tile: acc of rows g, g + 8 of the weight and 2t, 2t + 1 of x. A unit is read while the one before it is
+// multiplied: a warp waits for each of its products, and has no time to wait for shared memory as well.
 template <int UNITS>
-__device__ __forceinline__ void chain(float (&acc)[4], Work &work, Shared &s, const char *x) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+__device__ __forceinline__ void chain(float (&acc)[4], Work &work, Shared &s, const char *row) {
+    const int warp = threadIdx.x >> 5;
+    const u32 x = address(row) + (threadIdx.x & 31) / 8 * 16;
+    wait(&s.full[warp][work.slot], work.phase);
+    Operands now = read(s.ring[warp][work.slot], x);
     for (int u0 = 0; u0 < UNITS; u0 += AT_ONCE) {
-        wait(&s.full[warp][work.slot], work.phase);
-        const char *piece = s.ring[warp][work.slot];
+        const int slot = work.slot;
 #pragma unroll
         for (int d = 0; d < AT_ONCE; d++) {
-            if (UNITS % AT_ONCE && u0 + d >= UNITS) break;
-            uint4 codes = *(const uint4 *)(piece + d * UNIT + 16 * lane);
-            uint2 scales = *(const uint2 *)(piece + d * UNIT + 512 + lane / 4 * 8);
-#pragma unroll
-            for (int step = 0; step < 4; step++) {
-                u32 low, high, a[4], word = step == 0 ? codes.x : step == 1 ? codes.y : step == 2 ? codes.z : codes.w;
-                uint2 b = *(const uint2 *)(x + (u0 + d) * 128 + step * 32);
-                scales_of(scales, step, low, high);
-                decode<false>(word, low, high, a);
-                asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-                    "{%8, %9}, {%0, %1, %2, %3};" : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
+            const int u = u0 + d;
+            if (UNITS % AT_ONCE && u >= UNITS) break;
+            Operands next = now;
+            if (d == AT_ONCE - 1 || u + 1 == UNITS) work.advance();
+            if (u + 1 < UNITS) {
+                if (d == AT_ONCE - 1) wait(&s.full[warp][work.slot], work.phase);
+                next = read(s.ring[warp][work.slot] + (d + 1) % AT_ONCE * UNIT, x + (u + 1) * 128);
             }
+            multiply(acc, now);
+            now = next;
         }
         __syncwarp();
-        work.ask(s, work.slot);
-        if (++work.slot == DEPTH) work.slot = 0, work.phase ^= 1;
+        work.ask(s, slot);
     }
 }
 
@@ -167,7 +194,7 @@ __device__ __forceinline__ void meet_all(u64 *arrived) {
 
 // x [TOKENS, HIDDEN], the plan, its weights [TOKENS, SLOTS], packed weights and their outer scales -> out [TOKENS, HIDDEN].
 // h: room for [ROWS, WIDTH] BF16. A fault names its token.
-extern "C" __global__ void __launch_bounds__(THREADS) experts(const u16 *x, const i64 *order, const i64 *rows,
+extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const u16 *x, const i64 *order, const i64 *rows,
         const i64 *bounds, const float *weights, const char *gate_up, const float *gate_up_scale, const char *down,
         const float *down_scale, u16 *h, u16 *out, u64 *arrived, int *faults, int experts, int gate_up_slot,
         int down_slot) {
@@ -182,12 +209,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) experts(const u16 *x, cons
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     fetch<HIDDEN>(s.x, x, TOKENS);
+    const int r = min(threadIdx.x, ROWS - 1), slot = order[r], row = rows[r];  // all on their way at once
+    const float weight = weights[r];
     for (int e = threadIdx.x; e < experts; e += THREADS) {
-        const int end = bounds[e + 1];
-        for (int r = bounds[e]; r < end; r += 8) s.starts[r] = e, s.ends[r] = end;
+        const int begin = bounds[e], end = bounds[e + 1];
+        for (int first = begin; first < end; first += 8) s.starts[first] = e, s.ends[first] = end;
     }
-    for (int r = threadIdx.x; r < ROWS; r += THREADS)
-        s.token[r] = (u32)order[r] / SLOTS, s.row[r] = rows[r], s.weight[r] = weights[r];
+    if (threadIdx.x < ROWS) s.token[r] = slot / SLOTS, s.row[r] = row, s.weight[r] = weight;
     __syncthreads();
     if (warp == 0) {
         int groups = 0;
@@ -219,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) experts(const u16 *x, cons
 #pragma unroll
         for (int i = 0; i < 2; i++)
             column[i] = load_early(gate_up_scale + (i64)group.expert * (2 * WIDTH) + tile.tile * 16 + g + 8 * i);
-        chain<HIDDEN / 64>(acc, work, s, s.x[s.token[group.first + min(g, group.count - 1)]] + 8 * t);
+        chain<HIDDEN / 64>(acc, work, s, s.x[s.token[group.first + min(lane % 8, group.count - 1)]]);
 #pragma unroll
         for (int c = 0; c < 4; c++) {
             const int token = s.token[group.first + min(2 * t + (c & 1), group.count - 1)];
@@ -249,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) experts(const u16 *x, cons
 #pragma unroll
         for (int i = 0; i < 2; i++)
             column[i] = load_early(down_scale + (i64)group.expert * HIDDEN + tile.tile * 16 + g + 8 * i);
-        chain<WIDTH / 64>(acc, work, s, s.h[group.first + min(g, group.count - 1)] + 8 * t);
+        chain<WIDTH / 64>(acc, work, s, s.h[group.first + min(lane % 8, group.count - 1)]);
 #pragma unroll
         for (int c = 0; c < 4; c++) {
             const int row = 2 * t + (c & 1);

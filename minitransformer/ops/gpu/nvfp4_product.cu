@@ -59,7 +59,7 @@ __device__ __forceinline__ void expert_of(const i64 *bounds, int experts, int gr
 }
 
 template <int USED>
-__device__ __forceinline__ void chain(const char *(&at)[TILES], const char *(&scale_at)[TILES], const char *x, int units,
+__device__ __forceinline__ void chain(const char *(&at)[TILES], const char *(&scale_at)[TILES], u32 x, int units,
         int stride, float (&acc)[TILES][GROUPS][4], uint4 (&codes)[DEPTH][TILES], uint2 (&scales)[DEPTH][TILES]) {
     for (int u0 = 0; u0 < units; u0 += DEPTH) {
         const bool more = u0 + DEPTH < units;
@@ -76,11 +76,11 @@ __device__ __forceinline__ void chain(const char *(&at)[TILES], const char *(&sc
                     scales[d][i] = load_scales(scale_at[i] + (u + DEPTH) * UNIT);
                 }
             }
+            uint4 b[USED];  // of two steps
 #pragma unroll
             for (int step = 0; step < 4; step++) {
-                uint2 b[USED];
 #pragma unroll
-                for (int j = 0; j < USED; j++) b[j] = *(const uint2 *)(x + 8 * j * stride + u * 128 + step * 32);
+                for (int j = 0; j < USED && step % 2 == 0; j++) b[j] = load_blocks(x + 8 * j * stride + u * 128 + step * 32);
 #pragma unroll
                 for (int i = 0; i < TILES; i++) {
                     u32 low, high, a[4], word = step == 0 ? c[i].x : step == 1 ? c[i].y : step == 2 ? c[i].z : c[i].w;
@@ -89,9 +89,10 @@ __device__ __forceinline__ void chain(const char *(&at)[TILES], const char *(&sc
 #pragma unroll
                     for (int j = 0; j < USED; j++) {
                         float *v = acc[i][j];
+                        u32 b0 = step % 2 ? b[j].z : b[j].x, b1 = step % 2 ? b[j].w : b[j].y;
                         asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
                             "{%8, %9}, {%0, %1, %2, %3};" : "+f"(v[0]), "+f"(v[1]), "+f"(v[2]), "+f"(v[3])
-                            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[j].x), "r"(b[j].y));
+                            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
                     }
                 }
             }
@@ -117,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) product(const char *pac
     extern __shared__ __align__(16) char shared[];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const int tiles = (N + 15) / 16, blocks = (tiles + TILES * WARPS - 1) / (TILES * WARPS);
-    const int units = (K + 63) / 64, stride = units * 128 + 32;  // 32: four rows' pieces fill the 32 banks
+    const int units = (K + 63) / 64, stride = units * 128 + 16;  // 16: eight rows' pieces fill the 32 banks
     int expert, first, end;
     expert_of(bounds, experts, blockIdx.x / blocks, expert, first, end);
     if (expert >= experts) return;
@@ -170,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) product(const char *pac
     __syncthreads();
 
     float acc[TILES][GROUPS][4] = {};
-    const char *mine = shared + g * stride + t * 8;
+    const u32 mine = base + lane % 8 * stride + lane / 8 * 16;
     if (GROUPS == 1 || rows > 8) chain<GROUPS>(at, scale_at, mine, units, stride, acc, codes, scales);
     else chain<1>(at, scale_at, mine, units, stride, acc, codes, scales);
 

@@ -2,7 +2,8 @@
 // nvfp4_encode.cuh says why the rounding is the spec's.
 //
 // Compiled with: K; THREADS; for `quantize` WIDE: x is FP32, else BF16; DECODE: the BF16 operand too; STEPS: blocks a
-// thread; for `produce` GATHER: a row is a token's, else SwiGLU's; KEEP: y, codes and scales too, not the operand alone.
+// thread; for `produce` GATHER: a row is a token's (1), itself (2),
+// or SwiGLU's (0); KEEP: y, codes and scales too, not the operand alone.
 
 #include "nvfp4.cuh"
 #include "nvfp4_encode.cuh"
@@ -72,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(
 }
 
 #ifdef GATHER
-// Eight elements of a row of y. GATHER: of x [tokens, K] BF16; else of silu(gate) * up, x [rows, 2K] FP32.
+// Eight elements of a row of y: of x BF16 [tokens, K] or [rows, K], or of silu(gate) * up, x [rows, 2K] FP32.
 __device__ __forceinline__ uint4 eight(const void *x, u32 from, u32 chunk) {
 #if GATHER
     return ((const uint4 *)x)[(i64)from * (K / 8) + chunk];
@@ -85,20 +86,20 @@ __device__ __forceinline__ uint4 eight(const void *x, u32 from, u32 chunk) {
 }
 
 // A row of y [rows, K] a block of threads, and its NVFP4 with its own outer scale, decoded too. A fault names its token.
-// GATHER: a token a block, made once and written to its `slots` rows, places [tokens, slots]; else places [rows] is order.
+// GATHER 1: a token a block, made once and written to its `slots` rows, places [tokens, slots]; else places [rows] is order.
 // Launched before the kernel in front has ended. The product behind fetches its weights while these rows are made; it
 // reads the plan too, which for SwiGLU is older than the product in front.
-#define ROW(copy) (i64)(GATHER ? (u32)places[source * slots + copy] : source)
+#define ROW(copy) (i64)(GATHER == 1 ? (u32)places[source * slots + copy] : source)
 extern "C" __global__ void __launch_bounds__(THREADS) produce(
         const void *x, const i64 *places, uint4 *y, uint2 *codes, u8 *scales, float *outer, uint4 *decoded, int *faults,
         int slots, int bad_slot) {
     __shared__ uint4 row_y[K / 8];
     __shared__ u32 tops[THREADS / 32];
-    if (GATHER) asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (GATHER == 1) asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    if (!GATHER) asm volatile("griddepcontrol.wait;" ::: "memory");
-    const u32 source = blockIdx.x, token = GATHER ? source : (u32)places[source] / (u32)slots;
-    const u32 copies = GATHER ? slots : 1;
+    if (GATHER != 1) asm volatile("griddepcontrol.wait;" ::: "memory");
+    const u32 source = blockIdx.x, token = GATHER == 1 ? source : (u32)places[source] / (u32)slots;
+    const u32 copies = GATHER == 1 ? slots : 1;
     u32 top = 0;
 #pragma unroll
     for (u32 c = threadIdx.x; c < K / 8; c += THREADS) {

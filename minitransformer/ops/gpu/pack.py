@@ -1,13 +1,13 @@
-"""The 4-bit weight in the order in which nvfp4_product.cu reads it: made once per update, nothing lost, 4.5 bits each.
+"""The 4-bit weight in the order in which the tensor core reads it (nvfp4.cuh): once per update, 4.5 bits a value.
 
 W [E, N, K] lies in units of 16 rows x 64 columns, [E, ceil(N/16), ceil(K/64), 144] int32: 128 words of codes, then 16
 of block scales. Rows and columns that fill up a unit are zeros.
 
-    code word 4 (4g + t) + s  g 0..7, t 0..3, s 0..3; low half: columns 16s + 4t + 0 and + 2, high half: + 1 and + 3
+    code word 4 (4g + t) + s  g 0..7, t 0..3, s 0..3; low half: columns 16s + 2t + 0 and + 8, high half: + 1 and + 9
         bits 6..8, 15    row g,     columns + 0, + 1       exponent and mantissa of E2M1, then the sign
         bits 3..5, 12    row g + 8, columns + 0, + 1
-        bits 0..2, 13    row g,     columns + 2, + 3
-        bits 9..11, 14   row g + 8, columns + 2, + 3
+        bits 0..2, 13    row g,     columns + 8, + 9
+        bits 9..11, 14   row g + 8, columns + 8, + 9
     scale word 128 + 2g + q   low half: row g, high half: row g + 8
         bits 4..11             block 2q
         bits 12..15, 0..3      block 2q + 1, its low and its high half byte: in place once the bytes are exchanged
@@ -69,9 +69,9 @@ def pack(q: Nvfp4) -> Tensor:
 def _pack(codes: Tensor, scales: Tensor, out: Tensor) -> None:
     kept = torch.where((scales == 0).repeat_interleave(BLOCK // 2, -1), torch.zeros_like(codes), codes)
     E, tiles, units, _ = out.shape
-    # [E, tile, half, g, unit, s, t, byte] -> [half, byte, E, tile, unit, g, t, s]
-    kept = _padded(kept, UNIT_ROWS, UNIT_COLUMNS // 2).view(E, tiles, 2, 8, units, 4, 4, 2)
-    low, high = kept.permute(2, 7, 0, 1, 4, 3, 6, 5).int()
+    # [E, tile, half, g, unit, s, pair, t] -> [half, pair, E, tile, unit, g, t, s]
+    kept = _padded(kept, UNIT_ROWS, UNIT_COLUMNS // 2).view(E, tiles, 2, 8, units, 4, 2, 4)
+    low, high = kept.permute(2, 6, 0, 1, 4, 3, 7, 5).int()
     words = _spread(low[0], 0) | _spread(high[0], 1) | _spread(low[1], 2) | _spread(high[1], 3)
     out[..., :128] = words.flatten(-3)
     table = SCALE_BYTES.to(scales.device)

@@ -19,9 +19,8 @@ from minitransformer.ops.gpu.tiles import Tile
 # Of each thread at the launch: 12 warps share the register file; the consumers then take what the loading warp leaves.
 REGISTERS = 168
 GROUP = gl.constexpr(8)
-# What a tile is multiplied by at its end: nothing, a routing weight a row, the outer scales of 4-bit operands, or these
-# after 2^19, which is exact (nvfp4_product.cu).
-PLAIN, WEIGHTED, SCALED, SHIFTED = (gl.constexpr(i) for i in range(4))
+# What a tile is multiplied by at its end: nothing, a routing weight a row, or outer scales (grouped_linear.py alone).
+PLAIN, WEIGHTED, SCALED = (gl.constexpr(i) for i in range(3))
 SCHEDULE = gl.constexpr(3)  # of each tile of rows: its expert, its first row, the end of the expert's rows
 
 
@@ -88,19 +87,6 @@ def _produce(
 
 
 @gluon.jit
-def _scaled(
-    acc, row, end, column, expert, N, row_scale_ptr, weight_scale_ptr, SHIFT: gl.constexpr, layout: gl.constexpr
-):
-    """fl(acc * fl(row scale * weight scale)), the accumulator times 2^19 first if SHIFT."""
-    if SHIFT:
-        acc = acc * 524288.0
-    rows = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
-    columns = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
-    outer = gl.load(weight_scale_ptr + expert * N + columns, mask=columns < N, other=0.0)
-    return acc * (gl.load(row_scale_ptr + rows, mask=rows < end, other=0.0)[:, None] * outer[None, :])
-
-
-@gluon.jit
 def _consume(
     which, ring, sizes, pointers, TURNED: gl.constexpr, DEEP: gl.constexpr, GROUPED: gl.constexpr, END: gl.constexpr
 ):  # fmt: skip
@@ -120,7 +106,6 @@ def _consume(
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_N, 16]
     )
-    OUTER: gl.constexpr = END == SCALED or END == SHIFTED
     steps = gl.cdiv(K, DEPTH)
     number, round_ = which, 0
     for tile in range(gl.program_id(0) + which * gl.num_programs(0), tiles, 2 * gl.num_programs(0)):
@@ -149,11 +134,9 @@ def _consume(
         round_ += 1
         if END == WEIGHTED:
             acc = acc * weights[:, None]  # fl: the routing weight in FP32
-        if OUTER:
-            acc = _scaled(acc, row, end, column, expert, N, weights_ptr, order_ptr, END == SHIFTED, layout)
         if y_ptr.dtype.element_ty == gl.bfloat16:
             out: gl.constexpr = whole_lines(TILE_N)
-            y = gl.convert_layout(to_bf16(acc, DEEP or OUTER), out)
+            y = gl.convert_layout(to_bf16(acc, DEEP), out)
         else:
             out: gl.constexpr = layout
             y = acc

@@ -1,8 +1,8 @@
 """quantised_linear/1 on Hopper in two forms with the same bits (ops/quantised_linear.py has the spec).
 
 The weight is packed, 4.5 bits each (pack.py), and nothing else of it stays on the device (Qwen3-30B-A3B: 16 GB, where
-BF16 copies would be 57 GB beside it). Few rows: decoded in registers (nvfp4_product.cu). Many rows: decoded into shared
-memory, beside the products that use it (pingpong_packed.py).
+BF16 copies would be 57 GB beside it). It is decoded in registers: for few rows (nvfp4_product.cu) and for many
+(many_rows.py).
 """
 
 from typing import NamedTuple
@@ -13,14 +13,16 @@ import triton.language as tl
 from torch import Tensor
 
 from minitransformer.ops.dispatch import Plan
-from minitransformer.ops.gpu import cuda, device, grouped_linear, pingpong_packed
+from minitransformer.ops.gpu import cuda, device, grouped_linear, many_rows
 from minitransformer.ops.gpu.launch import cdiv, on, quick
+from minitransformer.ops.gpu.many_rows import Many
+from minitransformer.ops.gpu.nvfp4 import aligned
 from minitransformer.ops.gpu.pack import UNIT_COLUMNS, UNIT_ROWS
 from minitransformer.ops.gpu.pingpong import SCALED
 from minitransformer.ops.gpu.tiles import Tile
 
 SOURCE = "nvfp4_product.cu"
-FEW = 80  # rows an expert on average, up to which the weight is decoded in registers
+FEW = 80  # rows an expert on average, up to which nvfp4_product.cu is the faster one
 
 
 class Packed(NamedTuple):
@@ -37,7 +39,7 @@ class Packed(NamedTuple):
 
     def shared(self, K: int) -> int:
         """Bytes of shared memory: the rows of x, padded."""
-        return 8 * self.groups * (-(-K // UNIT_COLUMNS) * UNIT_COLUMNS * 2 + 32)
+        return 8 * self.groups * (-(-K // UNIT_COLUMNS) * UNIT_COLUMNS * 2 + 16)
 
     def fits(self, K: int) -> bool:
         return -(-K // UNIT_COLUMNS) % self.depth == 0 and self.shared(K) <= 227 << 10
@@ -54,9 +56,6 @@ def refuse_kernel(amax_ptr, order_ptr, faults_ptr, rows, SLOTS: tl.constexpr, SL
     tl.atomic_min(faults_ptr + SLOT + tl.zeros_like(row), token.to(tl.int32), mask=bad, sem="relaxed")
 
 
-MANY_CANDIDATES = (
-    Tile(64, 128, 64, 4, 6, pingpong=True), Tile(128, 128, 64, 4, 5, pingpong=True),
-)  # fmt: skip
 # For every number of units a depth that divides it.
 DEPTHS = (8, 6, 4, 3, 2, 1)
 PACKED_CANDIDATES = (
@@ -64,11 +63,6 @@ PACKED_CANDIDATES = (
     *(Packed(2, 8, 2, depth) for depth in DEPTHS[2:]), *(Packed(2, 8, 4, depth) for depth in DEPTHS[2:]),
     *(Packed(1, 8, 4, depth) for depth in DEPTHS[2:]),
 )  # fmt: skip
-
-
-def choose_many(rows: int, experts: int) -> Tile:
-    """The schedule of many rows, measured on an H200; every choice gives the same bits."""
-    return MANY_CANDIDATES[0 if rows <= 64 * experts else 1]
 
 
 def choose_packed(rows: int, experts: int, K: int) -> Packed | None:
@@ -116,25 +110,40 @@ def packed_product(
 
 
 def many_product(
-    x: Tensor, scale_R: Tensor | None, weight: Tensor, scale_EN: Tensor, plan: Plan, out_dtype: torch.dtype, tile: Tile
-) -> Tensor:
-    """x [R, K] BF16 -> [R, N]: a packed weight by pingpong_packed.py, a decoded one by grouped_linear.py's kernel."""
+    x: Tensor, scale_R: Tensor | None, weight: Tensor, scale_EN: Tensor, plan: Plan, out_dtype: torch.dtype,
+    schedule: Tile | Many,
+) -> Tensor:  # fmt: skip
+    """x [R, K] BF16 -> [R, N]: a packed weight by many_rows.py, a decoded one by grouped_linear.py's kernel."""
     home, R = x.device, x.shape[0]
     (bounds,) = device.take("quantised_linear", home, torch.int64, plan.bounds_E1)
     y = torch.empty(R, scale_EN.shape[1], dtype=out_dtype, device=home)
-    row_scale = torch.ones(R, device=home) if scale_R is None else scale_R
     if weight.dtype == torch.int32:
-        x = x if x.data_ptr() % 16 == 0 else x.clone()
-        pingpong_packed.grouped(x, weight, y, bounds, row_scale, scale_EN, tile, scale_R is None)
+        many_rows.product(aligned(x), scale_R, weight, scale_EN, bounds, y, schedule)
     else:
-        grouped_linear.tiled(x, weight, y, bounds, row_scale, scale_EN, tile, SCALED.value)
+        row_scale = torch.ones(R, device=home) if scale_R is None else scale_R
+        grouped_linear.tiled(x, weight, y, bounds, row_scale, scale_EN, schedule, SCALED.value)
     return y
+
+
+def joins_swiglu(plan: Plan, scale_EN: Tensor) -> bool:
+    """Whether FC1 of these rows ends with SwiGLU: many of them, and whole tiles of gate."""
+    E, N = scale_EN.shape
+    return plan.num_rows > FEW * E and N % (2 * UNIT_ROWS) == 0
+
+
+def swiglu(x_RK: Tensor, scale_R: Tensor, packed: Tensor, scale_EN: Tensor, plan: Plan) -> Tensor:
+    """SwiGLU of the product's FP32 [R, 2F], which is not stored: BF16 [R, F]. Operands as in `forward`; no gradient."""
+    (bounds,) = device.take("quantised_linear", x_RK.device, torch.int64, plan.bounds_E1)
+    h = torch.empty(x_RK.shape[0], scale_EN.shape[1] // 2, dtype=torch.bfloat16, device=x_RK.device)
+    schedule = many_rows.choose(plan.num_rows, plan.num_experts)
+    many_rows.product(x_RK, scale_R, packed, scale_EN, bounds, h, schedule, swiglu=True)
+    return h
 
 
 def forward(x_RK, scale_R, weight, scale_EN, plan: Plan, out_dtype: torch.dtype, early: bool = False) -> Tensor:
     """x [R, K] BF16, weight decoded BF16 [E, N, K] or packed int32 (pack.py) -> [R, N] FP32 or BF16.
 
-    With outer scales scale_R, x holds code * scale of NVFP4 (nvfp4_product.cu says why that matters).
+    With outer scales scale_R, x holds code * scale of NVFP4 (nvfp4.cuh says why that matters).
     """
     home, (R, K), (E, N) = x_RK.device, x_RK.shape, scale_EN.shape
     (x,) = device.take("quantised_linear", home, torch.bfloat16, x_RK)
@@ -148,7 +157,7 @@ def forward(x_RK, scale_R, weight, scale_EN, plan: Plan, out_dtype: torch.dtype,
     if weight.dtype != torch.int32:
         return many_product(*args, grouped_linear.choose(R, E, N))
     schedule = choose_packed(R, E, K) if R <= FEW * E else None
-    return many_product(*args, choose_many(R, E)) if schedule is None else packed_product(*args, schedule, early)
+    return many_product(*args, many_rows.choose(R, E)) if schedule is None else packed_product(*args, schedule, early)
 
 
 def refuse_non_finite(amax_R: Tensor, plan: Plan, fault: str) -> None:

@@ -15,27 +15,28 @@ from minitransformer.ops.gpu.launch import on
 from minitransformer.ops.gpu.nvfp4 import SOURCE, aligned
 from minitransformer.ops.nvfp4 import BLOCK, Nvfp4
 
+SWIGLU, GATHER, ROWS = range(3)  # where rows come from: GATHER in the kernel's text
 LONGEST = 8192  # a row is one block of threads, a thread has at most one block of 16
 
 
-def defines(K: int, gather: bool, keep: bool = True) -> tuple[tuple[str, int], ...]:
+def defines(K: int, source: int, keep: bool = True) -> tuple[tuple[str, int], ...]:
     """What nvfp4_quantize.cu is compiled with; the last is the number of threads."""
     threads = min(512, -(-K // 256) * 32)  # eight elements each
     form = ("WIDE", 0), ("DECODE", 1), ("STEPS", 1)  # of `quantize`, which is not used
-    return ("K", K), *form, ("GATHER", int(gather)), ("KEEP", int(keep)), ("THREADS", threads)
+    return ("K", K), *form, ("GATHER", source), ("KEEP", int(keep)), ("THREADS", threads)
 
 
-def _launch(x: Tensor, plan, K: int, gather: bool, keep: bool = True) -> tuple[Tensor | None, ...]:
+def _launch(x: Tensor, plan, K: int, source: int, keep: bool = True) -> tuple[Tensor | None, ...]:
     """(y [R, K] BF16, codes, scales, outer, decoded); the first three are None without keep."""
     home, R = x.device, plan.num_rows
-    (places,) = device.take("quantised_rows", home, torch.int64, plan.rows_TK if gather else plan.order_R)
+    (places,) = device.take("quantised_rows", home, torch.int64, plan.rows_TK if source == GATHER else plan.order_R)
     decoded, outer = torch.empty(R, K, dtype=torch.bfloat16, device=home), torch.empty(R, device=home)
     y = codes = scales = None
     if keep:
         y = torch.empty_like(decoded)
         codes, scales = (torch.empty(R, K // n, dtype=torch.uint8, device=home) for n in (2, BLOCK))
     if decoded.numel():
-        where, how = device.slot("experts.gate_up" if gather else "experts.down"), defines(K, gather, keep)
+        where, how = device.slot("experts.gate_up" if source == GATHER else "experts.down"), defines(K, source, keep)
         with on(home):
             cuda.launch(
                 cuda.kernel(home, SOURCE, "produce", how), len(places), dict(how)["THREADS"], 0,
@@ -50,7 +51,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx, x_TD, plan):
         ctx.plan = plan
         (x,) = device.take("quantised_rows", x_TD.device, torch.bfloat16, x_TD)
-        y, *made = _launch(x, plan, x.shape[1], True)
+        y, *made = _launch(x, plan, x.shape[1], GATHER)
         ctx.mark_non_differentiable(*made)
         return y, *made
 
@@ -64,7 +65,7 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx, gate_up_R2F, plan):
         ctx.save_for_backward(gate_up_R2F)
         (x,) = device.take("quantised_rows", gate_up_R2F.device, torch.float32, gate_up_R2F)
-        y, *made = _launch(x, plan, x.shape[1] // 2, False)
+        y, *made = _launch(x, plan, x.shape[1] // 2, SWIGLU)
         ctx.mark_non_differentiable(*made)
         return y, *made
 
@@ -78,10 +79,13 @@ def serves(columns: int) -> bool:
     return columns % (2 * BLOCK) == 0 and columns <= LONGEST
 
 
-def operand(x: Tensor, plan, gathers: bool) -> tuple[Tensor, Tensor]:
-    """What a product reads of `gather` or `swiglu`: (decoded BF16 [R, K], outer FP32 [R]). No gradient."""
-    (x,) = device.take("quantised_rows", x.device, torch.bfloat16 if gathers else torch.float32, x)
-    *_, outer, decoded = _launch(x, plan, x.shape[1] if gathers else x.shape[1] // 2, gathers, False)
+def operand(x: Tensor, plan, source: int) -> tuple[Tensor, Tensor]:
+    """What a product reads of rows from a source: (decoded BF16 [R, K], outer FP32 [R]). No gradient.
+
+    x: tokens BF16 [T, K] (GATHER), FP32 [R, 2K] (SWIGLU), rows BF16 [R, K] (ROWS).
+    """
+    (x,) = device.take("quantised_rows", x.device, torch.float32 if source == SWIGLU else torch.bfloat16, x)
+    *_, outer, decoded = _launch(x, plan, x.shape[1] // 2 if source == SWIGLU else x.shape[1], source, False)
     return decoded, outer
 
 

@@ -1,0 +1,52 @@
+"""nvfp4_many.cu's own text on a CPU (warpgroup.h), as emulated_prefill.py has attention's."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from alignment_tests.gpu import emulated_experts, emulated_prefill, emulated_product
+from minitransformer.ops.gpu import cuda, many_rows
+from minitransformer.ops.gpu.pack import UNIT_WORDS
+
+CALLS = emulated_prefill.CALLS | emulated_experts.ARITHMETIC | {"ld.global.f32": "v = *at;"}
+ENTRY = """
+extern "C" void run(int blocks, int shared, const TensorMap *x, const TensorMap *w, const float *row_scale,
+        const float *weight_scale, const int *schedule, void *y, int bound, int experts, int N, int K) {
+    launch(blocks, 384, shared, [=] {
+        gridDim.x = blocks;
+        many(*x, *w, row_scale, weight_scale, schedule, y, bound, experts, N, K);
+    });
+}
+"""
+
+
+def host_text(text: str) -> str:
+    calls = CALLS | dict.fromkeys((*emulated_prefill.NOTHING, ""), ";")
+    text = text.replace("pack(float low, float high)", "pack(float even, float odd)")  # one call for one instruction
+    text = text.replace("extern __shared__ __align__(1024) char memory[];", "char *memory = block_memory;")
+    text = text.replace("(u32)__cvta_generic_to_shared(p)", "(u32)((const char *)p - block_memory)")
+    return emulated_product.host_text(text, calls, ENTRY).replace('"warp.h"', '"warpgroup.h"', 1)
+
+
+def schedule_of(bounds: list[int], rows: int) -> tuple[Tensor, int]:
+    """As pingpong.schedule_of."""
+    cells = [(e, first, end) for e, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False))
+             for first in range(begin, end, rows)]  # fmt: skip
+    bound = len(cells) + 2
+    return torch.tensor([*cells, (0, 0, 0), (0, 0, 0), (len(cells), 0, 0)], dtype=torch.int32), bound
+
+
+def product(folder, schedule, x, scale_R, packed, scale_EN, plan, out_dtype, swiglu=False, blocks=2, text=None):
+    """As gpu.many_rows.product by `blocks` blocks, on CPU tensors -> y."""
+    (R, K), (E, N) = x.shape, scale_EN.shape
+    out = many_rows.SWIGLU if swiglu else many_rows.FP32 if out_dtype == torch.float32 else many_rows.BF16
+    y = torch.full((R, N // 2 if swiglu else N), torch.nan, dtype=out_dtype)
+    tiles, bound = schedule_of(plan.bounds_E1.tolist(), schedule.rows)
+    words = packed.view(-1, packed.shape[2] * UNIT_WORDS)
+    maps = [(ctypes.c_uint64 * 16)(t.data_ptr(), *t.shape, *block, t.element_size())
+            for t, block in ((x, (schedule.rows, 64)), (words, (4, UNIT_WORDS)))]  # fmt: skip
+    run = emulated_product.library(str(folder), host_text(text or cuda.source_of(many_rows.SOURCE)),
+                                   schedule.defines(scale_R is None, out)).run  # fmt: skip
+    run(blocks, schedule.shared(out), *maps, *map(emulated_product._at, (scale_R, scale_EN, tiles, y)), bound, E, N, K)
+    return y
