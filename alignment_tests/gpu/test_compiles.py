@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed: nothing to compile")
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
@@ -24,9 +23,6 @@ from minitransformer.ops.gpu import (
     few_rows,
     linear,
     mxfp8,
-    nvfp4,
-    quantised_linear,
-    quantised_rows,
     rms_norm,
     sha256,
 )
@@ -118,53 +114,21 @@ def _cubin(file: str, defines: tuple[tuple[str, int], ...], folder: Path, archit
     return out.read_bytes()
 
 
-def _sass(file: str, defines: tuple[tuple[str, int], ...], folder: Path) -> str:
+def sass(file: str, defines: tuple[tuple[str, int], ...], folder: Path) -> str:
     (folder / "code").write_bytes(_cubin(file, defines, folder))
     tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
     return subprocess.run([tool, "-sass", folder / "code"], capture_output=True, text=True).stdout
 
 
-@pytest.mark.parametrize("schedule", quantised_linear.PACKED_CANDIDATES, ids=str)
-def test_the_packed_product_compiles_to_the_arithmetic_of_the_spec(schedule, tmp_path):
-    """Machine code: the tensor core, exact BF16 products, FP32 multiplications of the epilogue, and no other floats."""
-    for exact in (False, True):
-        text = _sass(quantised_linear.SOURCE, schedule.defines(exact, fp32=not exact), tmp_path)
-        found = set(re.findall(r"\b([HFD](?:MMA|MUL|ADD|FMA|SETP|SET)2?\b[.\w]*)", text))
-        names = {name.split(".")[0] for name in found}
-        # HFMA2 is a product too: the compiler spreads them over two pipes, adding -0.
-        assert {"HMMA", "HMUL2", "FMUL"} <= names <= {"HMMA", "HMUL2", "HFMA2", "FMUL", "FSETP"}, found
-        assert not any("FTZ" in name for name in found)
-        assert "HMMA.16816.F32.BF16" in found
-        assert text.count("STL") <= 8, "spills"  # values that only the epilogue needs
-
-
-FORMS = ((torch.bfloat16, False, 4), (torch.bfloat16, True, 1), (torch.float32, True, 4))  # dtype, decode, steps
-QUANTISERS = [nvfp4.defines(K, *form) for K in (576, 768, 2048) for form in FORMS]
-QUANTISERS += [quantised_rows.defines(K, *how) for K in (576, 768, 2048, 8192)
-               for how in itertools.product(range(3), (True, False))]  # fmt: skip
-
-
-@pytest.mark.parametrize("defines", QUANTISERS, ids=str)
-def test_the_nvfp4_quantiser_compiles_to_the_arithmetic_of_the_spec(defines, tmp_path):
-    """Machine code. FFMA beside the ramps: divisions (FFMA.FTZ on scaled operands among them), codes, exp2_32."""
-    text = _sass(nvfp4.SOURCE, defines, tmp_path)
-    found = set(re.findall(r"\b([HFD](?:MMA|MUL|ADD|FMA|MNMX|SETP|SET)2?\b[.\w]*)", text))
-    assert {"FFMA", "FFMA.SAT", "FMUL", "FADD"} <= found
-    names = {name.split(".")[0] for name in found}
-    assert names <= {"FFMA", "FMUL", "FADD", "FMNMX", "FSETP", "HMUL2", "HFMA2"}, found
-    assert "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C" in text
-    assert text.count("STL") <= 6, "spills"  # addresses, over a division's slow path
-
-
 def test_the_checksum_is_integers_in_registers(tmp_path):
-    text = _sass(sha256.SOURCE, sha256.defines(checksums.PIECE), tmp_path)
+    text = sass(sha256.SOURCE, sha256.defines(checksums.PIECE), tmp_path)
     assert not re.findall(r"\b[HFD](?:MMA|MUL|ADD|FMA|SETP|SET)2?\b", text) and "STL" not in text
 
 
 @pytest.mark.parametrize("tile", [t for t in linear.CANDIDATES if t.whole], ids=str)
 def test_the_product_of_few_rows_is_the_tensor_core_and_one_rounding(tile, tmp_path):
     for fp32 in (False, True):
-        text = _sass(few_rows.SOURCE, few_rows.defines(tile, fp32), tmp_path)
+        text = sass(few_rows.SOURCE, few_rows.defines(tile, fp32), tmp_path)
         assert set(re.findall(r"\b([HFD](?:MMA|MUL|ADD|FMA|SETP|SET)2?\b[.\w]*)", text)) == {"HMMA.16816.F32.BF16"}
         assert ("F2F.BF16.F32" in text or "F2FP.BF16" in text) == (not fp32)
         assert "STL" not in text, "spills"
@@ -174,7 +138,7 @@ def test_the_product_of_few_rows_is_the_tensor_core_and_one_rounding(tile, tmp_p
 @pytest.mark.parametrize(("group", "head"), [(8, 128), (3, 64), (1, 128)])
 def test_attention_of_many_queries_compiles_to_the_arithmetic_of_the_spec(group, head, schedule, tmp_path):
     """Machine code. FFMA is the division's: quick, of every element (4 each, twice in the text), and step by step."""
-    text = _sass(attention_prefill.SOURCE, attention_prefill.defines(group, head, *schedule), tmp_path)
+    text = sass(attention_prefill.SOURCE, attention_prefill.defines(group, head, *schedule), tmp_path)
     found = set(re.findall(r"\b([HFD](?:MMA|MUL|ADD|FMA|MNMX|SETP|SET)2?\b[.\w]*)", text))
     names = {name.split(".")[0] for name in found}
     assert {"FMUL", "FADD", "FMNMX"} <= names <= {"FMUL", "FADD", "FMNMX", "FFMA", "FSETP"}, found
@@ -185,13 +149,6 @@ def test_attention_of_many_queries_compiles_to_the_arithmetic_of_the_spec(group,
     assert 3 * text.count("WARPGROUP.DEPBAR") < text.count("HGMMA.64"), "products one after another"
     assert "STL" not in text, "spills"
     assert "BRA.DIV" not in text, "the compiler no longer sees that a warp stays together: a quarter slower"
-
-
-@pytest.mark.parametrize(("K", "rows"), [(K, R) for K in (64, 96, 576, 768, 2048, 8192) for R in (1, 512, 1 << 13)])
-def test_the_chosen_packed_schedules_are_candidates(K, rows):
-    schedule = quantised_linear.choose_packed(rows, 128, K)
-    assert schedule in quantised_linear.PACKED_CANDIDATES and schedule.fits(K)
-    assert quantised_linear.choose_packed(rows, 128, 1 << 14) is None
 
 
 @pytest.mark.parametrize("capability", [80, 100])
@@ -256,7 +213,7 @@ LANES = [rms_norm.lanes_defines(D, residual) for D in (15, 128, 2048) for residu
 @pytest.mark.parametrize("D", [D for D in range(1, 300) if rms_norm.short(D)])
 def test_the_short_norms_gradient_compiles_to_the_arithmetic_of_the_spec(D, tmp_path):
     """FFMA and FADD.FTZ on scaled operands belong to the division and the root."""
-    text = _sass(rms_norm.SHORT_SOURCE, (("D", D),), tmp_path)
+    text = sass(rms_norm.SHORT_SOURCE, (("D", D),), tmp_path)
     found = set(re.findall(r"\b([HFD](?:MMA|MUL|ADD|FMA|MNMX|SETP|SET)2?\b[.\w]*)", text))
     names = {name.split(".")[0] for name in found}
     assert {"FMUL", "FADD"} <= names <= {"FMUL", "FADD", "FFMA", "FSETP", "HFMA2"}, found
@@ -265,7 +222,7 @@ def test_the_short_norms_gradient_compiles_to_the_arithmetic_of_the_spec(D, tmp_
 
 @pytest.mark.parametrize("defines", LANES, ids=str)
 def test_the_norms_lanes_compile_to_the_arithmetic_of_the_spec(defines, tmp_path):
-    text = _sass(rms_norm.LANES_SOURCE, defines, tmp_path)
+    text = sass(rms_norm.LANES_SOURCE, defines, tmp_path)
     found = set(re.findall(r"\b([HFD](?:MMA|MUL|ADD|FMA|MNMX|SETP|SET)2?\b[.\w]*)", text))
     assert {"FMUL", "FADD"} <= found <= {"FMUL", "FADD", "HFMA2.MMA"}, found  # the last moves constants
     assert "STL" not in text, "spills"

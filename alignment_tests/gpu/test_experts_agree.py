@@ -38,6 +38,21 @@ def test_few_tokens_are_one_kernel(T, shape):
     gpu.device.check(torch.device("cuda", 0))
 
 
+MANY = (200, (2, 3, 320, 96)), (150, (1, 1, 96, 160)), (300, (2, 2, 512, 48))
+
+
+@pytest.mark.parametrize(("T", "shape"), MANY, ids=str)
+def test_many_tokens_join_fc1_and_swiglu(T, shape):
+    """Tiles that are not full, of rows, of gate and of K; a width of gate that ends within a tile."""
+    args, want = on_gpu(T, shape)
+    assert gpu.quantised_linear.joins_swiglu(args[1], args[3][1])
+    for schedule in gpu.many_rows.CANDIDATES:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gpu.many_rows, "choose", lambda *_: schedule)  # noqa: B023
+            agree([gpu.quantised_experts.forward(*args)], [want], f"{T} tokens, {schedule}")
+    gpu.device.check(torch.device("cuda", 0))
+
+
 def test_replays_and_two_streams():
     """Forty layers in a graph, each with its own counter, replayed in two streams at once: no row of another's."""
     made = [on_gpu(T, (8, 32, 512, 256), T) for T in range(1, gpu.few_experts.MOST + 1)]
