@@ -51,6 +51,8 @@ def test_the_experts_of_few_tokens_compile_to_the_arithmetic_of_the_spec(T, tmp_
     assert names <= {"HMMA", "HMUL2", "HFMA2", "FMUL", "FADD", "FFMA", "FMNMX", "FSETP"}, found
     assert "HMMA.16816.F32.BF16" in found
     assert "STL" not in text, "spills"
+    # Where all blocks meet: an atomic that releases what they have written, behind it loads that acquire.
+    assert re.search(r"MEMBAR\.ALL\.GPU.*ATOMG\.E\.ADD\.64\.STRONG\.GPU.*LDG\.E\.64\.STRONG\.GPU", text, re.S)
 
 
 FORMS = ((torch.bfloat16, False, 4), (torch.bfloat16, True, 1), (torch.float32, True, 4))  # dtype, decode, steps
