@@ -74,6 +74,12 @@ def _of_layer(home: torch.device, layer: int) -> Tensor:
     return _table(home)[layer]
 
 
+@lru_cache
+def counters(home: torch.device) -> Tensor:
+    """int64, zeros at first: where the blocks of a launch count each other when they meet."""
+    return torch.zeros(1 << 14, dtype=torch.int64, device=home)
+
+
 def faults(home: torch.device) -> Tensor:
     """int32 [slots]: the least bad row that a kernel of each op has met since the last check, in the layer whose
     operators run now (errors.in_layer)."""

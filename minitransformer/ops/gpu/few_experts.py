@@ -15,19 +15,14 @@ from minitransformer.ops.gpu.pack import UNIT_COLUMNS, UNIT_ROWS
 SOURCE = "nvfp4_experts.cu"
 MOST = 8  # tokens
 SHARED_LIMIT, UNIT_BYTES, PADDING = 227 << 10, 576, 16
-COUNTERS = 1 << 16
 _launches = count()
-
-
-@lru_cache
-def _counters(home: torch.device) -> Tensor:
-    return torch.zeros(COUNTERS, dtype=torch.int64, device=home)
 
 
 def _arrived(home: torch.device) -> Tensor:
     """A launch's own counter: two that run at once, in two streams or two graphs, must not share one."""
-    at = next(_launches) % COUNTERS
-    return _counters(home)[at : at + 1]
+    table = device.counters(home)
+    at = next(_launches) % len(table)
+    return table[at : at + 1]
 
 
 def _fixed(T: int, slots: int, D: int, F: int, blocks: int, warps: int) -> int:
