@@ -5,6 +5,7 @@
 #define __align__(n) __attribute__((aligned(n)))
 
 struct float4 { float x, y, z, w; };
+static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 template <class To, class From> static To same_bits(From value) {
     To out;

@@ -29,7 +29,7 @@ def _fixed(T: int, slots: int, D: int, F: int, blocks: int, warps: int) -> int:
     """Bytes of shared memory beside the ring, at most (struct Shared in the kernel's text)."""
     R, own = T * slots, cdiv(D // UNIT_ROWS, blocks)
     rows = T * (2 * D + PADDING) + R * (2 * F + PADDING) + own * R * 2 * UNIT_ROWS
-    return rows + 512 * warps + 8 * T + 44 * R + 128
+    return rows + 512 * warps + 8 * T + 48 * R + 128
 
 
 def _blocks(home: torch.device, D: int) -> int:

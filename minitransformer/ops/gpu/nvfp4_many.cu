@@ -16,12 +16,12 @@
 
 #define COLUMNS (OUT == 2 ? 64 : 128)  // of y, of a tile
 #define HALF (4 * UNIT)                // four tiles of 16 weight rows, one a warp
-#define LINE (128 + 16)                // bytes of 64 columns of a row of y; 16: rows lie in other banks
+#define CHUNK 32                       // rows of y that are written at once
 #define AT_ONCE 8                      // tiles of rows that a wave of blocks takes at once, for the L2 cache
 
 struct Shared {
     char x[2][STAGES][ROWS * 128], w[2][STAGES][2 * HALF];  // 64 columns: of x swizzled by 128 bytes
-    char y[OUT ? 2 : 1][OUT ? ROWS : 1][LINE];
+    float y[2][CHUNK][128 + 4];  // 4: rows lie in other banks
     u64 full[2][STAGES], empty[2][STAGES];
 };
 static_assert(sizeof(Shared) <= SHARED, "shared memory");
@@ -58,96 +58,89 @@ __device__ __forceinline__ void produce(Shared &s, const TensorMap *x, const Ten
     }
 }
 
-// This warp's 16 weight rows of a unit -> the first operands of its four steps.
-__device__ __forceinline__ void operands(u32 (&a)[16], const char *half) {
+struct Packed { uint4 codes; uint2 scales; };  // what a lane reads of a unit
+
+// Of this warp's 16 weight rows.
+__device__ __forceinline__ Packed read(const char *half) {
     const int lane = threadIdx.x & 31;
     const char *unit = half + threadIdx.x / 32 % 4 * UNIT;
-    const uint4 codes = *(const uint4 *)(unit + 16 * lane);
-    const uint2 scales = *(const uint2 *)(unit + 512 + lane / 4 * 8);
-    const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
+    return {*(const uint4 *)(unit + 16 * lane), *(const uint2 *)(unit + 512 + lane / 4 * 8)};
+}
+
+__device__ __forceinline__ void decode_step(const Packed &of, int step, u32 *a) {
+    const uint4 c = of.codes;
+    u32 low, high, four[4];
+    scales_of(of.scales, step, low, high);
+    decode<EXACT>(step == 0 ? c.x : step == 1 ? c.y : step == 2 ? c.z : c.w, low, high, four);
+#pragma unroll
+    for (int i = 0; i < 4; i++) a[i] = four[i];
+}
+
+// Four steps of the chain, and between them the operands of the four after those, of `coming`. The products that read
+// these registers before are the fifth to the eighth before the last.
+__device__ __forceinline__ void advance(float (&acc)[ROWS / 2], const u32 *a, const char *x, bool more,
+        const Packed &coming, u32 *next) {
+    const u64 tile = (u64)(1024 >> 4 | 1 << 30) << 32 | address(x) >> 4;  // 128-byte swizzle, 8 rows every 1024 bytes
 #pragma unroll
     for (int step = 0; step < 4; step++) {
-        u32 low, high, four[4];
-        scales_of(scales, step, low, high);
-        decode<EXACT>(words[step], low, high, four);
-#pragma unroll
-        for (int i = 0; i < 4; i++) a[4 * step + i] = four[i];
+        fence();
+        mma<0>(acc, a + 4 * step, tile + 2 * step, step > 0 || more);
+        commit();
+        finish<4>();
+        decode_step(coming, step, next + 4 * step);
     }
 }
 
-// The four steps of a unit; the tile of x: 128-byte swizzle, 8 rows every 1024 bytes.
-__device__ __forceinline__ void multiply(float (&acc)[ROWS / 2], const u32 (&a)[16], const char *x, bool more) {
-    const u64 tile = (u64)(1024 >> 4 | 1 << 30) << 32 | address(x) >> 4;
-    fence();
-#pragma unroll
-    for (int step = 0; step < 4; step++) mma<0>(acc, a + 4 * step, tile + 2 * step, step > 0 || more);
-    commit();
-}
-
-// fl(acc * fl(row scale * column scale)) of two rows of the weight (g, g + 8) and rows 8j + 2t, 8j + 2t + 1 of x.
-__device__ __forceinline__ void scale(float (&v)[4], const float *acc, const float (&row)[2], const float (&column)[2]) {
-#pragma unroll
-    for (int c = 0; c < 4; c++)
-        v[c] = __fmul_rn(EXACT ? acc[c] : __fmul_rn(acc[c], 524288.0f), __fmul_rn(row[c & 1], column[c >> 1]));
-}
-
-__device__ __forceinline__ void stage(char (*y)[LINE], int j, const float (&v)[4]) {
-    const int lane = threadIdx.x & 31, n = threadIdx.x / 32 % 4 * 16 + lane / 4;
-#pragma unroll
-    for (int c = 0; c < 4; c++)
-        *(u16 *)(y[8 * j + 2 * (lane & 3) + (c & 1)] + 2 * (n + (c & 2 ? 8 : 0))) = pair_of(v[c], 0.0f);
-}
-
-// Staged 64 columns of the tile's rows to memory, whole lines where a row of y is one.
-__device__ __forceinline__ void write_lines(char (*lines)[LINE], u16 *y, const Place &at, int column, int N, int which) {
-    meet(which);
-    for (int i = threadIdx.x % 128; i < ROWS * 8; i += 128) {
-        const int row = at.first + i / 8, n = column + i % 8 * 8;
-        if (row >= at.end || n >= N) continue;
-        const char *from = lines[i / 8] + i % 8 * 16;
-        u16 *to = y + (i64)row * N + n;
-        if (N % 8 == 0) *(uint4 *)to = *(const uint4 *)from;
-        else for (int k = 0; k < min(N - n, 8); k++) to[k] = ((const u16 *)from)[k];
-    }
-    meet(which);
-}
-
-// acc: what the warp's 16 rows of the first and the second half of the weight's tile gave.
-__device__ __forceinline__ void finish_tile(Shared &s, const float (&acc)[2][ROWS / 2], const float (&column)[2][2],
-        const float *row_scale, void *y, const Place &at, int N, int which) {
+// fl(acc * fl(row scale * column scale)) of CHUNK rows of x from row `first` of the tile on, into shared memory.
+__device__ __forceinline__ void stage(float (*y)[128 + 4], const float *acc, const float *row_scale, int last,
+        const float (&column)[2], int from) {
     const int lane = threadIdx.x & 31, t = lane & 3;
 #pragma unroll
-    for (int h = 0; h < (OUT == 2 ? 1 : 2); h++) {
-        const int n = at.column + 64 * h + threadIdx.x / 32 % 4 * 16 + lane / 4;
+    for (int j = 0; j < CHUNK / 8; j++)
 #pragma unroll
-        for (int j = 0; j < ROWS / 8; j++) {
-            float v[4], up[4], row[2];
-#pragma unroll
-            for (int i = 0; i < 2; i++) row[i] = row_scale ? row_scale[min(at.first + 8 * j + 2 * t + i, at.end - 1)] : 1.0f;
-            scale(v, acc[h] + 4 * j, row, column[h]);
-#if OUT == 0
-#pragma unroll
-            for (int c = 0; c < 4; c++) {
-                const int r = at.first + 8 * j + 2 * t + (c & 1), to = n + (c & 2 ? 8 : 0);
-                if (r < at.end && to < N) ((float *)y)[(i64)r * N + to] = v[c];
-            }
-#else
-            if (OUT == 2) {
-                scale(up, acc[1] + 4 * j, row, column[1]);
-#pragma unroll
-                for (int c = 0; c < 4; c++) v[c] = swiglu(v[c], up[c]);
-            }
-            stage(s.y[which], j, v);
-#endif
+        for (int c = 0; c < 4; c++) {
+            const int row = 8 * j + 2 * t + (c & 1);
+            const float sum = EXACT ? acc[4 * j + c] : __fmul_rn(acc[4 * j + c], 524288.0f);
+            const float factor = row_scale ? row_scale[min(row, last)] : 1.0f;
+            y[row][from + lane / 4 + (c & 2 ? 8 : 0)] = __fmul_rn(sum, __fmul_rn(factor, column[c >> 1]));
         }
-        if (OUT) write_lines(s.y[which], (u16 *)y, at, at.column + 64 * h, N, which);
+}
+
+// Staged rows first .. end to memory, eight columns a thread.
+__device__ __forceinline__ void write(const float (*staged)[128 + 4], void *y, int first, int end, int column, int N) {
+#pragma unroll 1
+    for (int i = threadIdx.x % 128; i < CHUNK * COLUMNS / 8; i += 128) {
+        const int row = i / (COLUMNS / 8), n = i % (COLUMNS / 8) * 8, count = min(N - column - n, 8);
+        if (first + row >= end || count <= 0) continue;
+        const i64 at = (i64)(first + row) * N + column + n;
+        float v[8];
+        u32 pairs[4];
+#pragma unroll
+        for (int k = 0; k < 8; k++)
+            v[k] = OUT == 2 ? swiglu(staged[row][n + k], staged[row][64 + n + k]) : staged[row][n + k];
+#pragma unroll
+        for (int k = 0; k < 4; k++) pairs[k] = pair_of(v[2 * k], v[2 * k + 1]);
+        if (OUT == 0 && N % 4 == 0) {
+            float4 *to = (float4 *)((float *)y + at);
+            to[0] = make_float4(v[0], v[1], v[2], v[3]);
+            if (count > 4) to[1] = make_float4(v[4], v[5], v[6], v[7]);
+        } else if (OUT && N % 8 == 0) {
+            *(uint4 *)((u16 *)y + at) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+        } else {
+#pragma unroll
+            for (int k = 0; k < 8; k++) {
+                if (k >= count) break;
+                if (OUT) ((u16 *)y)[at + k] = pairs[k / 2] >> k % 2 * 16;
+                else ((float *)y)[at + k] = v[k];
+            }
+        }
     }
 }
 
 __device__ __forceinline__ void consume(Shared &s, const float *row_scale, const float *weight_scale, void *y,
         const int *schedule, int tiles_m, const Sizes &size, int which) {
-    const int units = (size.K + 63) / 64, lane = threadIdx.x & 31;
-    const int N = OUT == 2 ? size.N / 2 : size.N, mine = threadIdx.x / 32 % 4 * 16 + lane / 4;
+    const int units = (size.K + 63) / 64, lane = threadIdx.x & 31, own = threadIdx.x / 32 % 4 * 16;
+    const int N = OUT == 2 ? size.N / 2 : size.N;
     Place at;
     for (int tile = blockIdx.x + which * gridDim.x, n = 0; place(schedule, tiles_m, size, tile, at); tile += 2 * gridDim.x) {
         float acc[2][ROWS / 2], column[2][2];
@@ -156,28 +149,40 @@ __device__ __forceinline__ void consume(Shared &s, const float *row_scale, const
         for (int h = 0; h < 2; h++)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                int w = at.column + mine + 8 * i + h * (OUT == 2 ? N : 64);
+                const int w = at.column + own + lane / 4 + 8 * i + h * (OUT == 2 ? N : 64);
                 column[h][i] = load_early(weight_scale + (i64)at.expert * size.N + min(w, size.N - 1));
             }
         wait(&s.full[which][n % STAGES], n / STAGES & 1);
-        operands(a[0], s.w[which][n % STAGES]);
+        Packed packed = read(s.w[which][n % STAGES]);
+#pragma unroll
+        for (int step = 0; step < 4; step++) decode_step(packed, step, a[0] + 4 * step);
         for (int u = 0; u < units; u++, n++) {
             const int slot = n % STAGES, next = (n + 1) % STAGES;
-            multiply(acc[0], a[0], s.x[which][slot], u > 0);
-            finish<1>();  // the products before these
-            if (u > 0 && lane == 0) arrive(&s.empty[which][(n - 1) % STAGES]);
-            operands(a[1], s.w[which][slot] + HALF);
-            multiply(acc[1], a[1], s.x[which][slot], u > 0);
-            finish<1>();
-            if (u + 1 < units) {
-                wait(&s.full[which][next], (n + 1) / STAGES & 1);
-                operands(a[0], s.w[which][next]);
-            }
+            packed = read(s.w[which][slot] + HALF);
+            advance(acc[0], a[0], s.x[which][slot], u > 0, packed, a[1]);
+            if (u > 0 && lane == 0) arrive(&s.empty[which][(n - 1) % STAGES]);  // its products have ended
+            if (u + 1 < units) wait(&s.full[which][next], (n + 1) / STAGES & 1);
+            packed = read(s.w[which][next]);  // behind the last unit whatever lies there: it is not multiplied
+            advance(acc[1], a[1], s.x[which][slot], u > 0, packed, a[0]);
         }
         finish<0>();
         hold(acc[0]), hold(acc[1]);
         if (lane == 0) arrive(&s.empty[which][(n - 1) % STAGES]);
-        finish_tile(s, acc, column, row_scale, y, at, N, which);
+        // A chunk after the other, by code for one: unrolled it would not stay in the instruction cache.
+#pragma unroll 1
+        for (int chunk = 0; chunk < ROWS / CHUNK; chunk++) {
+            const int first = at.first + chunk * CHUNK;
+            const float *rows = row_scale ? row_scale + min(first, at.end - 1) : 0;
+#pragma unroll
+            for (int c = 0; c < ROWS / CHUNK; c++)
+                if (c == chunk)
+#pragma unroll
+                    for (int h = 0; h < 2; h++)
+                        stage(s.y[which], acc[h] + c * (CHUNK / 2), rows, max(at.end - 1 - first, 0), column[h], 64 * h + own);
+            meet(which);
+            write(s.y[which], y, first, at.end, at.column, N);
+            meet(which);
+        }
     }
 }
 
