@@ -12,7 +12,8 @@ from minitransformer.ops import dispatch, gpu, grouped_linear, mxfp8, nvfp4
 from minitransformer.ops import quantised_linear as op
 from minitransformer.recipe import get
 
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 8192)
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 8192)  # of products alone
+EVERY = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192, 16384)
 SHAPES = (("fc1", 1536, 2048, torch.float32), ("fc2", 2048, 768, BF16))
 
 
@@ -70,7 +71,7 @@ def products(tokens=TOKENS) -> Iterator[dict]:
         del w, q, packed
 
 
-def experts(tokens=TOKENS, recipe: str = "nvfp4_per_token") -> Iterator[dict]:
+def experts(tokens=EVERY, recipe: str = "nvfp4_per_token") -> Iterator[dict]:
     """gather to combine of one layer, weights quantised beforehand, against the same with BF16 experts."""
     weights = {name: torch.randn(EXPERTS, N, K, device="cuda", dtype=BF16) * K**-0.5
                for name, (_, N, K, _) in zip(("gate_up", "down"), SHAPES, strict=True)}  # fmt: skip
