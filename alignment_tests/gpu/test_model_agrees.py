@@ -93,7 +93,7 @@ def test_packed(models):
     compare(cpu, gpu, Batch.packed(sequences), what="packed")
     if cpu.recipe.name != "bf16":
         with mock.patch.object(kernels.quantised_linear, "FEW", -1):
-            compare(cpu, gpu, Batch.packed(sequences), what="packed, weights decoded beforehand")
+            compare(cpu, gpu, Batch.packed(sequences), what="packed, by the kernel of many rows")
 
 
 def test_paged(models):
