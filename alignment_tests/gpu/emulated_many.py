@@ -48,5 +48,5 @@ def product(folder, schedule, x, scale_R, packed, scale_EN, plan, out_dtype, swi
             for t, block in ((x, (schedule.rows, 64)), (words, (4, UNIT_WORDS)))]  # fmt: skip
     run = emulated_product.library(str(folder), host_text(text or cuda.source_of(many_rows.SOURCE)),
                                    schedule.defines(scale_R is None, out)).run  # fmt: skip
-    run(blocks, schedule.shared(), *maps, *map(emulated_product._at, (scale_R, scale_EN, tiles, y)), bound, E, N, K)
+    run(blocks, schedule.shared(out), *maps, *map(emulated_product._at, (scale_R, scale_EN, tiles, y)), bound, E, N, K)
     return y

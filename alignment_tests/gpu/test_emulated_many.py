@@ -46,11 +46,10 @@ def test_few_units_and_one_tile(tmp_path):
 
 FAULTS = {
     "the second half of a tile taken from the first": ("w, u * (UNIT / 4), other", "w, u * (UNIT / 4), row"),
-    "2^-19 left in": ("EXACT ? acc[4 * j + c] : __fmul_rn(acc[4 * j + c], 524288.0f)", "acc[4 * j + c]"),
+    "2^-19 left in": ("EXACT ? acc[c] : __fmul_rn(acc[c], 524288.0f)", "acc[c]"),
     "steps of x in another order": ("tile + 2 * step", "tile + 2 * (step ^ 1)"),
     "rows from an expert's neighbour": ("x, u * 64, at.first", "x, u * 64, at.first & ~7"),
-    "up in the place of gate": ("swiglu(staged[row][n + k], staged[row][64 + n + k])",
-                                "swiglu(staged[row][64 + n + k], staged[row][n + k])"),
+    "up in the place of gate": ("swiglu(v[c], up[c])", "swiglu(up[c], v[c])"),
 }  # fmt: skip
 
 

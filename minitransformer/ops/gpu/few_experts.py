@@ -13,7 +13,7 @@ from minitransformer.ops.gpu.nvfp4 import aligned
 from minitransformer.ops.gpu.pack import UNIT_COLUMNS, UNIT_ROWS
 
 SOURCE = "nvfp4_experts.cu"
-MOST = 8  # tokens
+MOST = 2  # tokens; with three, five kernels are as fast
 SHARED_LIMIT, UNIT_BYTES, PADDING = 227 << 10, 576, 16
 _launches = count()
 
@@ -39,7 +39,7 @@ def _blocks(home: torch.device, D: int) -> int:
 @lru_cache
 def defines(T: int, slots: int, D: int, F: int, blocks: int) -> tuple[tuple[str, int], ...]:
     """What nvfp4_experts.cu is compiled with: as deep a ring as fits."""
-    warps, units = (12, 8) if T == 1 else (16, 4)
+    warps, units = 12 if T == 1 else 16, 8
     left, piece = SHARED_LIMIT - _fixed(T, slots, D, F, blocks, warps), warps * (units * UNIT_BYTES + 8)
     tiles = cdiv(2 * F // UNIT_ROWS * T * slots, blocks * warps)  # of FC1, of a warp
     depth = min(left // piece, tiles * cdiv(D, UNIT_COLUMNS * units) + cdiv(F, UNIT_COLUMNS * units))

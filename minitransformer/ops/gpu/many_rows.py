@@ -20,13 +20,14 @@ class Many(NamedTuple):
     rows: int
     stages: int
 
-    def shared(self) -> int:
-        """Bytes of shared memory: rings, their barriers, rows of y on their way to memory."""
-        return 2 * self.stages * (128 * self.rows + 8 * 576 + 16) + 2 * 32 * 132 * 4 + 128
+    def shared(self, out: int) -> int:
+        """Bytes of shared memory: rings, their barriers, lines of y on their way to memory."""
+        lines = 2 * self.rows if out else 1
+        return 2 * self.stages * (128 * self.rows + 8 * 576 + 16) + lines * 144 + 128
 
     def defines(self, exact: bool, out: int) -> tuple[tuple[str, int], ...]:
         return (("ROWS", self.rows), ("STAGES", self.stages), ("EXACT", int(exact)), ("OUT", out), ("WIDE", 0),
-                ("DECODE", 0), ("SHARED", self.shared()))  # fmt: skip
+                ("DECODE", 0), ("SHARED", self.shared(out)))  # fmt: skip
 
 
 CANDIDATES = Many(64, 7), Many(128, 4)
@@ -53,7 +54,7 @@ def product(
     words = packed.view(-1, packed.shape[2] * UNIT_WORDS)
     with on(x.device):
         tiles, bound = schedule_of(bounds, R, schedule.rows)
-        how, shared = schedule.defines(scale_R is None, out), schedule.shared()
+        how, shared = schedule.defines(scale_R is None, out), schedule.shared(out)
         programs = min(device.multiprocessors(x.device), bound * cdiv(N, 128))
         cuda.launch(
             cuda.kernel(x.device, SOURCE, "many", how, shared), programs, THREADS, shared,

@@ -33,11 +33,11 @@ struct Shared {
     float up[2][WARPS / 2][4][32];
     float x_outer[TOKENS], h_outer[ROWS], weight[ROWS];
     u32 x_top[TOKENS], h_top[ROWS];
-    int token[ROWS], own[ROWS], row[ROWS], starts[ROWS], ends[ROWS], groups;  // own: 0, 1, ..
+    int token[ROWS], row[ROWS], starts[ROWS], ends[ROWS], groups;
     Group group[ROWS];
     u16 y[OWN][ROWS][16];
 };
-static_assert(sizeof(Shared) <= SHARED && ROWS <= THREADS && DEPTH > 1 && AT_ONCE > 1, "few_experts.py counts otherwise");
+static_assert(sizeof(Shared) <= SHARED && ROWS <= THREADS && DEPTH > 1, "few_experts.py counts otherwise");
 
 __device__ __forceinline__ void copy(char *to, const char *from, int bytes, u64 *barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
@@ -120,60 +120,60 @@ __device__ __forceinline__ void multiply(float (&acc)[4], const Operands &of) {
 
 // The chain of a tile: acc of rows g, g + 8 of the weight and 2t, 2t + 1 of x. A unit is read while the one before it is
 // multiplied: a warp waits for each of its products, and has no time to wait for shared memory as well.
-__device__ __forceinline__ void chain(float (&acc)[4], Work &work, Shared &s, const char *row, int units) {
+template <int UNITS>
+__device__ __forceinline__ void chain(float (&acc)[4], Work &work, Shared &s, const char *row) {
     const int warp = threadIdx.x >> 5;
-    u32 x = address(row) + (threadIdx.x & 31) / 8 * 16;
+    const u32 x = address(row) + (threadIdx.x & 31) / 8 * 16;
     wait(&s.full[warp][work.slot], work.phase);
     Operands now = read(s.ring[warp][work.slot], x);
-    for (int left = units, d = 1; left > 0; d++, left--) {
+    for (int u0 = 0; u0 < UNITS; u0 += AT_ONCE) {
         const int slot = work.slot;
-        const bool last = d == AT_ONCE || left == 1;  // of its piece
-        Operands next = now;
-        x += 128;
-        if (last) {
-            work.advance(), d = 0;
-            if (left > 1) wait(&s.full[warp][work.slot], work.phase);
+#pragma unroll
+        for (int d = 0; d < AT_ONCE; d++) {
+            const int u = u0 + d;
+            if (UNITS % AT_ONCE && u >= UNITS) break;
+            Operands next = now;
+            if (d == AT_ONCE - 1 || u + 1 == UNITS) work.advance();
+            if (u + 1 < UNITS) {
+                if (d == AT_ONCE - 1) wait(&s.full[warp][work.slot], work.phase);
+                next = read(s.ring[warp][work.slot] + (d + 1) % AT_ONCE * UNIT, x + (u + 1) * 128);
+            }
+            multiply(acc, now);
+            now = next;
         }
-        if (left > 1) next = read(s.ring[warp][work.slot] + d * UNIT, x);
-        multiply(acc, now);
-        now = next;
-        if (last) {
-            __syncwarp();
-            work.ask(s, slot);
-        }
+        __syncwarp();
+        work.ask(s, slot);
     }
 }
 
-__device__ __forceinline__ void fetch(char *to, const u16 *x, int rows, int columns) {
-    const int pieces = columns / 8;
-    for (int i = threadIdx.x; i < rows * pieces; i += THREADS) {
-        const int row = i / pieces;
-        copy16(to + row * STRIDE(columns) + (i - row * pieces) * 16, (const char *)(x + 8 * (i64)i));
-    }
+template <int COLUMNS>
+__device__ __forceinline__ void fetch(char (*to)[STRIDE(COLUMNS)], const u16 *x, int rows) {
+    for (int i = threadIdx.x; i < rows * (COLUMNS / 8); i += THREADS)
+        copy16(to[i / (COLUMNS / 8)] + i % (COLUMNS / 8) * 16, (const char *)(x + 8 * (i64)i));
 }
 
 // Rows of BF16 become what a product reads of their NVFP4. top: 0 before, the largest magnitude after.
-__device__ __forceinline__ void quantise(char *x, int rows, int columns, u32 *top, float *outer) {
-    const int stride = STRIDE(columns), blocks = columns / 16;
-    for (int b = threadIdx.x; b < rows * blocks; b += THREADS) {
-        const int row = b / blocks;
-        const uint4 *at = (const uint4 *)(x + row * stride + (b - row * blocks) * 32), v = at[0], w = at[1];
+template <int COLUMNS>
+__device__ __forceinline__ void quantise(char (*x)[STRIDE(COLUMNS)], int rows, u32 *top, float *outer) {
+    for (int b = threadIdx.x; b < rows * (COLUMNS / 16); b += THREADS) {
+        const int row = b / (COLUMNS / 16);
+        const uint4 *at = (const uint4 *)(x[row] + b % (COLUMNS / 16) * 32), v = at[0], w = at[1];
         u32 most = __vmaxu2(__vmaxu2(magnitudes(v.x), magnitudes(v.y)), __vmaxu2(magnitudes(v.z), magnitudes(v.w)));
         most = __vmaxu2(most, __vmaxu2(magnitudes(w.x), magnitudes(w.y)));
         most = __vmaxu2(most, __vmaxu2(magnitudes(w.z), magnitudes(w.w)));
         atomicMax(top + row, max(most & 0xFFFF, most >> 16));
     }
     __syncthreads();
-    for (int b = threadIdx.x; b < rows * blocks; b += THREADS) {
-        const int row = b / blocks;
-        uint4 *at = (uint4 *)(x + row * stride + (b - row * blocks) * 32), v = at[0], w = at[1];
+    for (int b = threadIdx.x; b < rows * (COLUMNS / 16); b += THREADS) {
+        const int row = b / (COLUMNS / 16);
+        uint4 *at = (uint4 *)(x[row] + b % (COLUMNS / 16) * 32), v = at[0], w = at[1];
         const u32 word[8] = {v.x, v.y, v.z, v.w, w.x, w.y, w.z, w.w};
         u32 pairs[8], code[2], out[8];
         float a[16], block_top = split(word, a, pairs);
         Row data = row_of(__uint_as_float(top[row] << 16));
         encode(a, pairs, block_top, data, code, out);
         at[0] = make_uint4(out[0], out[1], out[2], out[3]), at[1] = make_uint4(out[4], out[5], out[6], out[7]);
-        if (b == row * blocks) outer[row] = data.decode;
+        if (b % (COLUMNS / 16) == 0) outer[row] = data.decode;
     }
     __syncthreads();
 }
@@ -202,13 +202,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const u16 *x, c
     Shared &s = *(Shared *)memory;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     for (int i = lane; i < DEPTH; i += 32) init(&s.full[warp][i], 1);
-    for (int i = threadIdx.x; i < ROWS; i += THREADS) s.starts[i] = -1, s.own[i] = i, s.h_top[i] = 0;
+    for (int i = threadIdx.x; i < ROWS; i += THREADS) s.starts[i] = -1, s.h_top[i] = 0;
     for (int i = threadIdx.x; i < TOKENS; i += THREADS) s.x_top[i] = 0;
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncthreads();
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    fetch(s.x[0], x, TOKENS, HIDDEN);
+    fetch<HIDDEN>(s.x, x, TOKENS);
     const int r = min(threadIdx.x, ROWS - 1), slot = order[r], row = rows[r];  // all on their way at once
     const float weight = weights[r];
     for (int e = threadIdx.x; e < experts; e += THREADS) {
@@ -233,51 +233,65 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const u16 *x, c
     const int own = (COLUMN_TILES - (int)blockIdx.x + BLOCKS - 1) / BLOCKS;
     const int first_turns = (2 * pairs - warp + WARPS - 1) / WARPS;
     Work work = {gate_up, down, 0, groups, first_turns, first_turns + (own * groups - warp + WARPS - 1) / WARPS};
-#pragma unroll 1
+    if (lane < work.turns) {  // the outer scales of this warp's tiles, before the weights are in their way
+        const Tile tile = work.tile(lane);
+        const i64 expert = s.group[tile.group].expert;
+        const float *at = lane < first_turns ? gate_up_scale + expert * (2 * WIDTH) : down_scale + expert * HIDDEN;
+        asm volatile("prefetch.global.L2 [%0];" :: "l"(at + tile.tile * 16));
+    }
     for (int i = 0; i < DEPTH; i++) work.ask(s, i);
+    copied();
+    __syncthreads();
+    quantise<HIDDEN>(s.x, TOKENS, s.x_top, s.x_outer);
+    if (blockIdx.x == 0 && threadIdx.x < TOKENS && s.x_top[threadIdx.x] >= 0x7F80)
+        atomicMin(faults + gate_up_slot, (int)threadIdx.x);
 
-    // FC1, then FC2, by the same code: what runs once comes from far away, an instruction every four cycles.
-#pragma unroll 1
-    for (int second = 0; second < 2; second++) {
-        const int rows = second ? ROWS : TOKENS, columns = second ? WIDTH : HIDDEN;
-        char *operand = second ? s.h[0] : s.x[0];
-        u32 *top = second ? s.h_top : s.x_top;
-        float *outer = second ? s.h_outer : s.x_outer;
-        const float *scale = second ? down_scale : gate_up_scale;
-        if (second) fetch(operand, h, ROWS, WIDTH);
-        copied();
-        __syncthreads();
-        quantise(operand, rows, columns, top, outer);
-        if (blockIdx.x == 0 && threadIdx.x < rows && top[threadIdx.x] >= 0x7F80)
-            atomicMin(faults + (second ? down_slot : gate_up_slot), second ? s.token[threadIdx.x] : (int)threadIdx.x);
-#pragma unroll 1
-        for (int turn = second ? first_turns : 0; turn < (second ? work.turns : first_turns); turn++) {
-            const Tile tile = work.tile(turn);
-            const Group group = s.group[tile.group];
-            const int *row = second ? s.own + group.first : s.token + group.first;  // of the operand
-            float acc[4] = {}, v[4], column[2];
+    for (int turn = 0; turn < first_turns; turn++) {
+        const Tile tile = work.tile(turn);
+        const Group group = s.group[tile.group];
+        float acc[4] = {}, v[4], column[2];
 #pragma unroll
-            for (int i = 0; i < 2; i++)
-                column[i] = load_early(scale + (i64)group.expert * (second ? HIDDEN : 2 * WIDTH) + tile.tile * 16 + g + 8 * i);
-            chain(acc, work, s, operand + row[min(lane % 8, group.count - 1)] * STRIDE(columns), columns / 64);
+        for (int i = 0; i < 2; i++)
+            column[i] = load_early(gate_up_scale + (i64)group.expert * (2 * WIDTH) + tile.tile * 16 + g + 8 * i);
+        chain<HIDDEN / 64>(acc, work, s, s.x[s.token[group.first + min(lane % 8, group.count - 1)]]);
 #pragma unroll
-            for (int c = 0; c < 4; c++) {
-                const float factor = __fmul_rn(outer[row[min(2 * t + (c & 1), group.count - 1)]], column[c >> 1]);
-                v[c] = __fmul_rn(__fmul_rn(acc[c], 524288.0f), factor);
-                if (!second && tile.part) s.up[turn & 1][warp / 2][c][lane] = v[c];
-            }
-            // Gate's warp and up's meet; their next turn has other cells.
-            if (!second) asm volatile("bar.sync %0, 64;" :: "r"(1 + warp / 2) : "memory");
-#pragma unroll
-            for (int c = 0; c < 4; c++) {
-                const int r = 2 * t + (c & 1), n = g + (c & 2 ? 8 : 0);
-                if (r >= group.count || (!second && tile.part)) continue;
-                const float value = second ? v[c] : swiglu(v[c], s.up[turn & 1][warp / 2][c][lane]);
-                u16 *to = second ? &s.y[tile.part][group.first + r][n] : h + (group.first + r) * WIDTH + tile.tile * 16 + n;
-                *to = pair_of(value, 0.0f);
-            }
+        for (int c = 0; c < 4; c++) {
+            const int token = s.token[group.first + min(2 * t + (c & 1), group.count - 1)];
+            v[c] = __fmul_rn(__fmul_rn(acc[c], 524288.0f), __fmul_rn(s.x_outer[token], column[c >> 1]));
+            if (tile.part) s.up[turn & 1][warp / 2][c][lane] = v[c];
         }
-        if (!second) meet_all(arrived);
+        asm volatile("bar.sync %0, 64;" :: "r"(1 + warp / 2) : "memory");  // of two warps; the next turn has other cells
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const int row = 2 * t + (c & 1), f = tile.tile * 16 + g + (c & 2 ? 8 : 0);
+            if (tile.part == 0 && row < group.count)
+                h[(group.first + row) * WIDTH + f] = pair_of(swiglu(v[c], s.up[turn & 1][warp / 2][c][lane]), 0.0f);
+        }
+    }
+    meet_all(arrived);
+
+    fetch<WIDTH>(s.h, h, ROWS);
+    copied();
+    __syncthreads();
+    quantise<WIDTH>(s.h, ROWS, s.h_top, s.h_outer);
+    for (int r = threadIdx.x; r < ROWS && blockIdx.x == 0; r += THREADS)
+        if (s.h_top[r] >= 0x7F80) atomicMin(faults + down_slot, s.token[r]);
+    for (int turn = first_turns; turn < work.turns; turn++) {
+        const Tile tile = work.tile(turn);
+        const Group group = s.group[tile.group];
+        float acc[4] = {}, column[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            column[i] = load_early(down_scale + (i64)group.expert * HIDDEN + tile.tile * 16 + g + 8 * i);
+        chain<WIDTH / 64>(acc, work, s, s.h[group.first + min(lane % 8, group.count - 1)]);
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const int row = 2 * t + (c & 1);
+            if (row >= group.count) continue;
+            const float factor = __fmul_rn(s.h_outer[group.first + row], column[c >> 1]);
+            s.y[tile.part][group.first + row][g + (c & 2 ? 8 : 0)] =
+                pair_of(__fmul_rn(__fmul_rn(acc[c], 524288.0f), factor), 0.0f);
+        }
     }
     __syncthreads();
     for (int i = threadIdx.x; i < own * TOKENS * 16; i += THREADS) {

@@ -16,12 +16,12 @@
 
 #define COLUMNS (OUT == 2 ? 64 : 128)  // of y, of a tile
 #define HALF (4 * UNIT)                // four tiles of 16 weight rows, one a warp
-#define CHUNK 32                       // rows of y that are written at once
+#define LINE (128 + 16)                // bytes of 64 columns of a row of y; 16: rows lie in other banks
 #define AT_ONCE 8                      // tiles of rows that a wave of blocks takes at once, for the L2 cache
 
 struct Shared {
     char x[2][STAGES][ROWS * 128], w[2][STAGES][2 * HALF];  // 64 columns: of x swizzled by 128 bytes
-    float y[2][CHUNK][128 + 4];  // 4: rows lie in other banks
+    char y[OUT ? 2 : 1][OUT ? ROWS : 1][LINE];
     u64 full[2][STAGES], empty[2][STAGES];
 };
 static_assert(sizeof(Shared) <= SHARED, "shared memory");
@@ -91,49 +91,63 @@ __device__ __forceinline__ void advance(float (&acc)[ROWS / 2], const u32 *a, co
     }
 }
 
-// fl(acc * fl(row scale * column scale)) of CHUNK rows of x from row `first` of the tile on, into shared memory.
-__device__ __forceinline__ void stage(float (*y)[128 + 4], const float *acc, const float *row_scale, int last,
-        const float (&column)[2], int from) {
-    const int lane = threadIdx.x & 31, t = lane & 3;
+// fl(acc * fl(row scale * column scale)) of two rows of the weight (g, g + 8) and rows 8j + 2t, 8j + 2t + 1 of x.
+__device__ __forceinline__ void scale(float (&v)[4], const float *acc, const float (&row)[2], const float (&column)[2]) {
 #pragma unroll
-    for (int j = 0; j < CHUNK / 8; j++)
-#pragma unroll
-        for (int c = 0; c < 4; c++) {
-            const int row = 8 * j + 2 * t + (c & 1);
-            const float sum = EXACT ? acc[4 * j + c] : __fmul_rn(acc[4 * j + c], 524288.0f);
-            const float factor = row_scale ? row_scale[min(row, last)] : 1.0f;
-            y[row][from + lane / 4 + (c & 2 ? 8 : 0)] = __fmul_rn(sum, __fmul_rn(factor, column[c >> 1]));
-        }
+    for (int c = 0; c < 4; c++)
+        v[c] = __fmul_rn(EXACT ? acc[c] : __fmul_rn(acc[c], 524288.0f), __fmul_rn(row[c & 1], column[c >> 1]));
 }
 
-// Staged rows first .. end to memory, eight columns a thread.
-__device__ __forceinline__ void write(const float (*staged)[128 + 4], void *y, int first, int end, int column, int N) {
-#pragma unroll 1
-    for (int i = threadIdx.x % 128; i < CHUNK * COLUMNS / 8; i += 128) {
-        const int row = i / (COLUMNS / 8), n = i % (COLUMNS / 8) * 8, count = min(N - column - n, 8);
-        if (first + row >= end || count <= 0) continue;
-        const i64 at = (i64)(first + row) * N + column + n;
-        float v[8];
-        u32 pairs[4];
+__device__ __forceinline__ void stage(char (*y)[LINE], int j, const float (&v)[4]) {
+    const int lane = threadIdx.x & 31, n = threadIdx.x / 32 % 4 * 16 + lane / 4;
 #pragma unroll
-        for (int k = 0; k < 8; k++)
-            v[k] = OUT == 2 ? swiglu(staged[row][n + k], staged[row][64 + n + k]) : staged[row][n + k];
+    for (int c = 0; c < 4; c++)
+        *(u16 *)(y[8 * j + 2 * (lane & 3) + (c & 1)] + 2 * (n + (c & 2 ? 8 : 0))) = pair_of(v[c], 0.0f);
+}
+
+// Staged 64 columns of the tile's rows to memory, whole lines where a row of y is one.
+__device__ __forceinline__ void write_lines(char (*lines)[LINE], u16 *y, const Place &at, int column, int N, int which) {
+    meet(which);
+    for (int i = threadIdx.x % 128; i < ROWS * 8; i += 128) {
+        const int row = at.first + i / 8, n = column + i % 8 * 8;
+        if (row >= at.end || n >= N) continue;
+        const char *from = lines[i / 8] + i % 8 * 16;
+        u16 *to = y + (i64)row * N + n;
+        if (N % 8 == 0) *(uint4 *)to = *(const uint4 *)from;
+        else for (int k = 0; k < min(N - n, 8); k++) to[k] = ((const u16 *)from)[k];
+    }
+    meet(which);
+}
+
+// acc: what the warp's 16 rows of the first and the second half of the weight's tile gave.
+__device__ __forceinline__ void finish_tile(Shared &s, const float (&acc)[2][ROWS / 2], const float (&column)[2][2],
+        const float *row_scale, void *y, const Place &at, int N, int which) {
+    const int lane = threadIdx.x & 31, t = lane & 3;
 #pragma unroll
-        for (int k = 0; k < 4; k++) pairs[k] = pair_of(v[2 * k], v[2 * k + 1]);
-        if (OUT == 0 && N % 4 == 0) {
-            float4 *to = (float4 *)((float *)y + at);
-            to[0] = make_float4(v[0], v[1], v[2], v[3]);
-            if (count > 4) to[1] = make_float4(v[4], v[5], v[6], v[7]);
-        } else if (OUT && N % 8 == 0) {
-            *(uint4 *)((u16 *)y + at) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-        } else {
+    for (int h = 0; h < (OUT == 2 ? 1 : 2); h++) {
+        const int n = at.column + 64 * h + threadIdx.x / 32 % 4 * 16 + lane / 4;
 #pragma unroll
-            for (int k = 0; k < 8; k++) {
-                if (k >= count) break;
-                if (OUT) ((u16 *)y)[at + k] = pairs[k / 2] >> k % 2 * 16;
-                else ((float *)y)[at + k] = v[k];
+        for (int j = 0; j < ROWS / 8; j++) {
+            float v[4], up[4], row[2];
+#pragma unroll
+            for (int i = 0; i < 2; i++) row[i] = row_scale ? row_scale[min(at.first + 8 * j + 2 * t + i, at.end - 1)] : 1.0f;
+            scale(v, acc[h] + 4 * j, row, column[h]);
+#if OUT == 0
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                const int r = at.first + 8 * j + 2 * t + (c & 1), to = n + (c & 2 ? 8 : 0);
+                if (r < at.end && to < N) ((float *)y)[(i64)r * N + to] = v[c];
             }
+#else
+            if (OUT == 2) {
+                scale(up, acc[1] + 4 * j, row, column[1]);
+#pragma unroll
+                for (int c = 0; c < 4; c++) v[c] = swiglu(v[c], up[c]);
+            }
+            stage(s.y[which], j, v);
+#endif
         }
+        if (OUT) write_lines(s.y[which], (u16 *)y, at, at.column + 64 * h, N, which);
     }
 }
 
@@ -168,21 +182,7 @@ __device__ __forceinline__ void consume(Shared &s, const float *row_scale, const
         finish<0>();
         hold(acc[0]), hold(acc[1]);
         if (lane == 0) arrive(&s.empty[which][(n - 1) % STAGES]);
-        // A chunk after the other, by code for one: unrolled it would not stay in the instruction cache.
-#pragma unroll 1
-        for (int chunk = 0; chunk < ROWS / CHUNK; chunk++) {
-            const int first = at.first + chunk * CHUNK;
-            const float *rows = row_scale ? row_scale + min(first, at.end - 1) : 0;
-#pragma unroll
-            for (int c = 0; c < ROWS / CHUNK; c++)
-                if (c == chunk)
-#pragma unroll
-                    for (int h = 0; h < 2; h++)
-                        stage(s.y[which], acc[h] + c * (CHUNK / 2), rows, max(at.end - 1 - first, 0), column[h], 64 * h + own);
-            meet(which);
-            write(s.y[which], y, first, at.end, at.column, N);
-            meet(which);
-        }
+        finish_tile(s, acc, column, row_scale, y, at, N, which);
     }
 }
 
