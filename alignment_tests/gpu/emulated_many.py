@@ -9,7 +9,10 @@ from alignment_tests.gpu import emulated_experts, emulated_prefill, emulated_pro
 from minitransformer.ops.gpu import cuda, many_rows
 from minitransformer.ops.gpu.pack import UNIT_WORDS
 
-CALLS = emulated_prefill.CALLS | emulated_experts.ARITHMETIC | {"ld.global.f32": "v = *at;"}
+CALLS = emulated_prefill.CALLS | emulated_experts.ARITHMETIC | {
+    "ld.global.f32": "v = *at;",
+    **dict.fromkeys((f"{{.reg .pred p; setp.ne.b32 p, %{n}" for n in (37, 69)), "wgmma(d, a, b, more, false);"),
+}
 ENTRY = """
 extern "C" void run(int blocks, int shared, const TensorMap *x, const TensorMap *w, const float *row_scale,
         const float *weight_scale, const int *schedule, void *y, int bound, int experts, int N, int K) {

@@ -18,7 +18,6 @@ static float __shfl_sync(unsigned all, float value, int source) {
     return value;
 }
 static float __shfl_xor_sync(unsigned all, float value, int by) { return __shfl_sync(all, value, lane() ^ by); }
-static void __syncwarp() { wait(); }
 static bool __any_sync(unsigned all, bool value) { return __ballot_sync(all, value) != 0; }
 static bool __all_sync(unsigned all, bool value) { return __ballot_sync(all, value) == ~0u; }
 static float __int_as_float(int bits) {

@@ -48,8 +48,6 @@ __device__ __forceinline__ void copy16(char *to, const char *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(address(to)), "l"(from) : "memory");
 }
 
-__device__ __forceinline__ void copied() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
 // A tile of 16 weight rows that a warp multiplies: of FC1 part 0 is gate, 1 up; of FC2 part numbers the block's columns.
 struct Tile { int group, tile, part; };
 

@@ -76,6 +76,24 @@ __device__ __forceinline__ void decode_step(const Packed &of, int step, u32 *a) 
     for (int i = 0; i < 4; i++) a[i] = four[i];
 }
 
+// d (64 x ROWS) = a (64 x 16), in registers, times 16 columns of a tile of ROWS rows, + d if `more`.
+__device__ __forceinline__ void multiply(float (&d)[32], const u32 *a, u64 b, int more) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+        "%24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;}"
+        : F16(d, 0), F16(d, 16) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(more));
+}
+
+__device__ __forceinline__ void multiply(float (&d)[64], const u32 *a, u64 b, int more) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+        "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "
+        "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+        "{%64, %65, %66, %67}, %68, p, 1, 1, 0;}"
+        : F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(more));
+}
+
 // Four steps of the chain, and between them the operands of the four after those, of `coming`. The products that read
 // these registers before are the fifth to the eighth before the last.
 __device__ __forceinline__ void advance(float (&acc)[ROWS / 2], const u32 *a, const char *x, bool more,
@@ -84,7 +102,7 @@ __device__ __forceinline__ void advance(float (&acc)[ROWS / 2], const u32 *a, co
 #pragma unroll
     for (int step = 0; step < 4; step++) {
         fence();
-        mma<0>(acc, a + 4 * step, tile + 2 * step, step > 0 || more);
+        multiply(acc, a + 4 * step, tile + 2 * step, step > 0 || more);
         commit();
         finish<4>();
         decode_step(coming, step, next + 4 * step);
