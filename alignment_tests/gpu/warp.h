@@ -21,19 +21,31 @@ struct uint4 { unsigned x, y, z, w; };
 struct Index { int x; };
 static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static thread_local Index threadIdx, blockIdx;
-static char *block_memory;
+static thread_local char *block_memory;
 
 struct Warp {
     std::barrier<> barrier{32};
     unsigned slot[32], a[32][4], b[32][2];
 };
-static std::vector<std::unique_ptr<Warp>> warps;
-static std::unique_ptr<std::barrier<>> whole_block;
+// A block, and the blocks that run at the same time and see each other's memory (a cluster; mostly one).
+struct Block {
+    std::vector<char> bytes;
+    char *memory;
+    std::vector<std::unique_ptr<Warp>> warps;
+    std::barrier<> barrier;
+    Block(int threads, int shared) : bytes(shared + 1024, (char)0xFF), barrier(threads) {  // memory starts as NaN
+        memory = bytes.data() + (1024 - (size_t)bytes.data() % 1024) % 1024;
+        for (int i = 0; i < threads / 32; i++) warps.push_back(std::make_unique<Warp>());
+    }
+};
+static std::vector<std::unique_ptr<Block>> cluster;
+static std::unique_ptr<std::barrier<>> whole_cluster;
+static thread_local Block *block;
 
-static Warp &warp() { return *warps[threadIdx.x >> 5]; }
+static Warp &warp() { return *block->warps[threadIdx.x >> 5]; }
 static int lane() { return threadIdx.x & 31; }
 static void wait() { warp().barrier.arrive_and_wait(); }
-static void __syncthreads() { whole_block->arrive_and_wait(); }
+static void __syncthreads() { block->barrier.arrive_and_wait(); }
 
 static int __shfl_sync(unsigned, int value, int source) {
     warp().slot[lane()] = value;
@@ -135,18 +147,18 @@ static bool arrived(unsigned barrier) {
     return barrier_at(barrier) == 0;
 }
 
-// Every thread of every block, block after block; shared memory starts as NaN.
-template <class Kernel> static void launch(int blocks, int threads, int shared, Kernel kernel) {
-    std::vector<char> memory(shared + 1024);
-    block_memory = memory.data() + (1024 - (size_t)memory.data() % 1024) % 1024;
-    for (int block = 0; block < blocks; block++) {
-        memset(block_memory, 0xFF, shared);
-        whole_block = std::make_unique<std::barrier<>>(threads);
-        warps.clear();
-        for (int i = 0; i < threads / 32; i++) warps.push_back(std::make_unique<Warp>());
+// Every thread of every block, cluster after cluster.
+template <class Kernel> static void launch(int blocks, int threads, int shared, Kernel kernel, int together = 1) {
+    for (int first = 0; first < blocks; first += together) {
+        cluster.clear();
+        for (int i = 0; i < together; i++) cluster.push_back(std::make_unique<Block>(threads, shared));
+        whole_cluster = std::make_unique<std::barrier<>>(together * threads);
         std::vector<std::thread> running;
-        for (int i = 0; i < threads; i++)
-            running.emplace_back([=] { threadIdx.x = i, blockIdx.x = block, kernel(); });
+        for (int i = 0; i < together * threads; i++)
+            running.emplace_back([=] {
+                block = cluster[i / threads].get(), block_memory = block->memory;
+                threadIdx.x = i % threads, blockIdx.x = first + i / threads, kernel();
+            });
         for (auto &thread : running) thread.join();
     }
 }

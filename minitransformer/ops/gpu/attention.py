@@ -6,6 +6,7 @@ are (token, query head) pairs that share a key/value head.
 
 attention_prefill  many queries: keys by the copy engine, out of one copy of the pages if they lie in pages
 attention_decode   few queries: one segment of keys a program, then attention_tiles.fold_kernel
+attention_cluster  few queries and few segments: several blocks share one, then the same
 attention_tiles    everything else: any head size, any number of query heads
 """
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from minitransformer.batch import Batch
 from minitransformer.ops.attention import KEY_TILE, SEGMENT, _scale
 from minitransformer.ops.gpu import (
+    attention_cluster,
     attention_decode,
     attention_pages,
     attention_prefill,
@@ -46,6 +48,12 @@ class Decode(NamedTuple):
     tiles: int
 
 
+class Cluster(NamedTuple):
+    """attention_cluster: blocks that share a segment."""
+
+    blocks: int
+
+
 # Bits do not depend on the choice.
 CANDIDATES = (
     Schedule(16, 1, 3), Schedule(64, 4, 1), Schedule(64, 4, 3), Schedule(128, 8, 3),
@@ -57,12 +65,14 @@ def fits(schedule, longest: int, group: int, H: int) -> bool:
     """Whether a schedule takes this many new tokens of a sequence, query heads a key/value head and head size."""
     if isinstance(schedule, Schedule):
         return group <= schedule.rows and schedule.warps * 16 <= schedule.rows
+    if isinstance(schedule, Cluster):
+        return attention_cluster.fits(longest, group, H, schedule.blocks)
     return H in (64, 128) and (group <= 64 if isinstance(schedule, Prefill) else longest * group <= 16)
 
 
 def choose(
     longest: int, group: int, H: int, contiguous: bool, segments: int = 1, programs: int = 1
-) -> Schedule | Prefill | Decode:
+) -> Schedule | Prefill | Decode | Cluster:
     """For the most query tokens of one sequence, the query heads of a key/value head, the segments of the longest
     sequence and those of all sequences and key/value heads. From times on an H200."""
     # Few programs need their warps each; many share a processor, the smaller the more.
@@ -109,7 +119,7 @@ def _prefill(schedule: Prefill, q, k, v, batch: Batch, positions, key_rows, boun
     attention_prefill.forward(q, k, v, positions, bounds, starts, longest, outputs, *schedule)
 
 
-def _tiles(schedule: Schedule | Decode, q, k, v, batch: Batch, positions, key_rows, bounds, longest, outputs) -> None:
+def _tiles(schedule, q, k, v, batch: Batch, positions, key_rows, bounds, longest, outputs) -> None:
     (T, N, H), G, (o, m, l) = q.shape, k.shape[1], outputs
     tokens = (schedule.rows if isinstance(schedule, Schedule) else 16) // (N // G)
     # Few queries with many keys: every segment is a program. The grid is that of the longest table of pages.
@@ -124,7 +134,10 @@ def _tiles(schedule: Schedule | Decode, q, k, v, batch: Batch, positions, key_ro
         q, k, v, positions, key_rows, bounds, o, m_s, l_s, acc_s, float(_scale(H)), N, G * H, key_rows.shape[1],
         T * N, N // G, H,
     )  # fmt: skip
-    if isinstance(schedule, Decode):
+    if isinstance(schedule, Cluster):
+        parts = o, m_s, l_s, acc_s if split else None
+        attention_cluster.launch(*schedule, longest, q, k, v, positions, key_rows, bounds, parts, segments)
+    elif isinstance(schedule, Decode):
         attention_decode.decode_kernel[(pairs, batch.num_sequences)](
             *common, KEY_TILE, SEGMENT, schedule.tiles, split,
             num_warps=schedule.tiles, **device.STRICT, **device.CHAIN,
@@ -137,7 +150,7 @@ def _tiles(schedule: Schedule | Decode, q, k, v, batch: Batch, positions, key_ro
     if split:
         attention_tiles.fold_kernel[(T * N,)](
             m_s, l_s, acc_s, positions, o, m, l, N, T * N, H, next_power_of_2(H), SEGMENT, 16,
-            num_warps=1, launch_pdl=True, **device.STRICT,
+            num_warps=1, **device.STRICT, **device.CHAIN,
         )  # fmt: skip
 
 
@@ -146,7 +159,7 @@ def forward(
     k_RGH: Tensor,
     v_RGH: Tensor,
     batch: Batch,
-    schedule: Schedule | Prefill | Decode | None = None,
+    schedule: Schedule | Prefill | Decode | Cluster | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """BF16 q [T, N, H], store k, v [rows, G, H] and the batch on one Hopper GPU -> (o BF16, m, l FP32 [T, N]).
 

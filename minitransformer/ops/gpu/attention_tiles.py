@@ -2,10 +2,9 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minitransformer.ops.gpu.launch import quick
-from minitransformer.ops.gpu.tiles import to_bf16
+from minitransformer.ops.gpu.tiles import in_turn, to_bf16
 
 
 @triton.jit
@@ -125,8 +124,7 @@ def fold_kernel(
     m, l = tl.full((1,), -1e30, tl.float32), tl.zeros((1,), tl.float32)
     acc = tl.zeros((1, WIDTH), tl.float32)
     one = tl.arange(0, 1)
-    gdc_wait()  # started early; what follows reads what the kernel before wrote
-    gdc_launch_dependents()
+    in_turn()  # the position is older than the kernel in front, which writes the segments
     for s0 in range(0, count, AHEAD):
         parts = ()
         for i in tl.static_range(AHEAD):
