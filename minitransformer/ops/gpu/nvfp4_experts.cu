@@ -2,16 +2,16 @@
 //
 // At one token the experts' 21 MB take 5 us, and five kernels one after another as long again, in which memory rests. Here
 // every warp has its tiles of both weights on their way into shared memory as soon as the plan is known, in the order in
-// which it multiplies them (one token: all at once). Each block quantises the tokens for itself; FC1 is spread over all
-// blocks as pairs of 16 columns of gate and of up, so SwiGLU needs no other block; its rows go through memory, the one
-// meeting of all blocks; then each block quantises those for itself too, and owns 16 columns of the output, all experts.
+// which it multiplies them. Each block quantises the tokens for itself; FC1 is spread over all blocks as pairs of 16
+// columns of gate and of up, so SwiGLU needs no other block; its rows go through memory, the one meeting of all blocks;
+// then each block quantises those for itself too, and owns 16 columns of the output, all experts.
 //
 // The grid has no more blocks than the GPU runs at once, and is launched as one that meets (cuda.launch). `arrived` only
 // grows, by the number of blocks a launch, so nobody has to reset it.
 //
-// Compiled with: TOKENS, SLOTS (experts a token), HIDDEN, WIDTH (of an expert), BLOCKS, WARPS, AT_ONCE: units of 64 columns in
-// a piece of the weight (a copy costs some 20 ns, whatever its length), DEPTH: pieces that a warp has on their way, SHARED:
-// bytes; WIDE 0 and DECODE 1 for nvfp4_encode.cuh.
+// Compiled with: TOKENS, SLOTS (experts a token), HIDDEN, WIDTH (of an expert), BLOCKS, WARPS, AT_ONCE: units of 64 columns
+// in a piece of the weight (a copy costs some 20 ns, whatever its length), DEPTH: pieces that a warp has on their way,
+// SHARED: bytes; WIDE 0 and DECODE 1 for nvfp4_encode.cuh.
 
 #include "hopper.cuh"
 #include "nvfp4.cuh"
@@ -190,23 +190,10 @@ __device__ __forceinline__ void meet_all(u64 *arrived) {
     __syncthreads();
 }
 
-// x [TOKENS, HIDDEN], the plan, its weights [TOKENS, SLOTS], packed weights and their outer scales -> out [TOKENS, HIDDEN].
-// h: room for [ROWS, WIDTH] BF16. A fault names its token.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const u16 *x, const i64 *order, const i64 *rows,
-        const i64 *bounds, const float *weights, const char *gate_up, const float *gate_up_scale, const char *down,
-        const float *down_scale, u16 *h, u16 *out, u64 *arrived, int *faults, int experts, int gate_up_slot,
-        int down_slot) {
-    extern __shared__ __align__(128) char memory[];
-    Shared &s = *(Shared *)memory;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-    for (int i = lane; i < DEPTH; i += 32) init(&s.full[warp][i], 1);
-    for (int i = threadIdx.x; i < ROWS; i += THREADS) s.starts[i] = -1, s.h_top[i] = 0;
-    for (int i = threadIdx.x; i < TOKENS; i += THREADS) s.x_top[i] = 0;
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    __syncthreads();
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    fetch<HIDDEN>(s.x, x, TOKENS);
+// The plan into shared memory, and the groups of rows, in the order of the rows.
+__device__ __forceinline__ void read_plan(Shared &s, const i64 *order, const i64 *rows, const i64 *bounds,
+        const float *weights, int experts) {
+    const int lane = threadIdx.x & 31;
     const int r = min(threadIdx.x, ROWS - 1), slot = order[r], row = rows[r];  // all on their way at once
     const float weight = weights[r];
     for (int e = threadIdx.x; e < experts; e += THREADS) {
@@ -215,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const u16 *x, c
     }
     if (threadIdx.x < ROWS) s.token[r] = slot / SLOTS, s.row[r] = row, s.weight[r] = weight;
     __syncthreads();
-    if (warp == 0) {
+    if (threadIdx.x < 32) {
         int groups = 0;
         for (int r = lane; r - lane < ROWS; r += 32) {
             const int expert = r < ROWS ? s.starts[r] : -1;
@@ -226,6 +213,88 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const u16 *x, c
         s.groups = groups;
     }
     __syncthreads();
+}
+
+// FC1 and SwiGLU: rows of h.
+__device__ __forceinline__ void first_product(Shared &s, Work &work, const float *scale, u16 *h) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    for (int turn = 0; turn < work.first_turns; turn++) {
+        const Tile tile = work.tile(turn);
+        const Group group = s.group[tile.group];
+        float acc[4] = {}, v[4], column[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            column[i] = load_early(scale + (i64)group.expert * (2 * WIDTH) + tile.tile * 16 + g + 8 * i);
+        chain<HIDDEN / 64>(acc, work, s, s.x[s.token[group.first + min(lane % 8, group.count - 1)]]);
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const int token = s.token[group.first + min(2 * t + (c & 1), group.count - 1)];
+            v[c] = __fmul_rn(__fmul_rn(acc[c], 524288.0f), __fmul_rn(s.x_outer[token], column[c >> 1]));
+            if (tile.part) s.up[turn & 1][warp / 2][c][lane] = v[c];
+        }
+        asm volatile("bar.sync %0, 64;" :: "r"(1 + warp / 2) : "memory");  // of two warps; the next turn has other cells
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const int row = 2 * t + (c & 1), f = tile.tile * 16 + g + (c & 2 ? 8 : 0);
+            if (tile.part == 0 && row < group.count)
+                h[(group.first + row) * WIDTH + f] = pair_of(swiglu(v[c], s.up[turn & 1][warp / 2][c][lane]), 0.0f);
+        }
+    }
+}
+
+// FC2: this block's columns of y.
+__device__ __forceinline__ void second_product(Shared &s, Work &work, const float *scale) {
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    for (int turn = work.first_turns; turn < work.turns; turn++) {
+        const Tile tile = work.tile(turn);
+        const Group group = s.group[tile.group];
+        float acc[4] = {}, column[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            column[i] = load_early(scale + (i64)group.expert * HIDDEN + tile.tile * 16 + g + 8 * i);
+        chain<WIDTH / 64>(acc, work, s, s.h[group.first + min(lane % 8, group.count - 1)]);
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const int row = 2 * t + (c & 1);
+            if (row >= group.count) continue;
+            const float factor = __fmul_rn(s.h_outer[group.first + row], column[c >> 1]);
+            s.y[tile.part][group.first + row][g + (c & 2 ? 8 : 0)] =
+                pair_of(__fmul_rn(__fmul_rn(acc[c], 524288.0f), factor), 0.0f);
+        }
+    }
+}
+
+// The sums of y with the routing weights, slot after slot.
+__device__ __forceinline__ void combine(const Shared &s, u16 *out, int own) {
+    for (int i = threadIdx.x; i < own * TOKENS * 16; i += THREADS) {
+        const int n = i % 16, token = i / 16 % TOKENS, part = i / 16 / TOKENS;
+        float acc = 0.0f;
+        for (int k = 0; k < SLOTS; k++) {
+            const u32 y = s.y[part][s.row[token * SLOTS + k]][n];
+            acc = __fmaf_rn(s.weight[token * SLOTS + k], __uint_as_float(y << 16), acc);
+        }
+        out[(i64)token * HIDDEN + (blockIdx.x + part * BLOCKS) * 16 + n] = pair_of(acc, 0.0f);
+    }
+}
+
+// x [TOKENS, HIDDEN], the plan, its weights [TOKENS, SLOTS], packed weights and their outer scales -> out [TOKENS, HIDDEN].
+// h: room for [ROWS, WIDTH] BF16. A fault names its token.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const u16 *x, const i64 *order, const i64 *rows,
+        const i64 *bounds, const float *weights, const char *gate_up, const float *gate_up_scale, const char *down,
+        const float *down_scale, u16 *h, u16 *out, u64 *arrived, int *faults, int experts, int gate_up_slot,
+        int down_slot) {
+    extern __shared__ __align__(128) char memory[];
+    Shared &s = *(Shared *)memory;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    for (int i = lane; i < DEPTH; i += 32) init(&s.full[warp][i], 1);
+    for (int i = threadIdx.x; i < ROWS; i += THREADS) s.starts[i] = -1, s.h_top[i] = 0;
+    for (int i = threadIdx.x; i < TOKENS; i += THREADS) s.x_top[i] = 0;
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncthreads();
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    fetch<HIDDEN>(s.x, x, TOKENS);
+    read_plan(s, order, rows, bounds, weights, experts);
 
     const int groups = s.groups, pairs = (groups * PAIRS - (int)blockIdx.x + BLOCKS - 1) / BLOCKS;
     const int own = (COLUMN_TILES - (int)blockIdx.x + BLOCKS - 1) / BLOCKS;
@@ -244,28 +313,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const u16 *x, c
     if (blockIdx.x == 0 && threadIdx.x < TOKENS && s.x_top[threadIdx.x] >= 0x7F80)
         atomicMin(faults + gate_up_slot, (int)threadIdx.x);
 
-    for (int turn = 0; turn < first_turns; turn++) {
-        const Tile tile = work.tile(turn);
-        const Group group = s.group[tile.group];
-        float acc[4] = {}, v[4], column[2];
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-            column[i] = load_early(gate_up_scale + (i64)group.expert * (2 * WIDTH) + tile.tile * 16 + g + 8 * i);
-        chain<HIDDEN / 64>(acc, work, s, s.x[s.token[group.first + min(lane % 8, group.count - 1)]]);
-#pragma unroll
-        for (int c = 0; c < 4; c++) {
-            const int token = s.token[group.first + min(2 * t + (c & 1), group.count - 1)];
-            v[c] = __fmul_rn(__fmul_rn(acc[c], 524288.0f), __fmul_rn(s.x_outer[token], column[c >> 1]));
-            if (tile.part) s.up[turn & 1][warp / 2][c][lane] = v[c];
-        }
-        asm volatile("bar.sync %0, 64;" :: "r"(1 + warp / 2) : "memory");  // of two warps; the next turn has other cells
-#pragma unroll
-        for (int c = 0; c < 4; c++) {
-            const int row = 2 * t + (c & 1), f = tile.tile * 16 + g + (c & 2 ? 8 : 0);
-            if (tile.part == 0 && row < group.count)
-                h[(group.first + row) * WIDTH + f] = pair_of(swiglu(v[c], s.up[turn & 1][warp / 2][c][lane]), 0.0f);
-        }
-    }
+    first_product(s, work, gate_up_scale, h);
     meet_all(arrived);
 
     fetch<WIDTH>(s.h, h, ROWS);
@@ -274,31 +322,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const u16 *x, c
     quantise<WIDTH>(s.h, ROWS, s.h_top, s.h_outer);
     for (int r = threadIdx.x; r < ROWS && blockIdx.x == 0; r += THREADS)
         if (s.h_top[r] >= 0x7F80) atomicMin(faults + down_slot, s.token[r]);
-    for (int turn = first_turns; turn < work.turns; turn++) {
-        const Tile tile = work.tile(turn);
-        const Group group = s.group[tile.group];
-        float acc[4] = {}, column[2];
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-            column[i] = load_early(down_scale + (i64)group.expert * HIDDEN + tile.tile * 16 + g + 8 * i);
-        chain<WIDTH / 64>(acc, work, s, s.h[group.first + min(lane % 8, group.count - 1)]);
-#pragma unroll
-        for (int c = 0; c < 4; c++) {
-            const int row = 2 * t + (c & 1);
-            if (row >= group.count) continue;
-            const float factor = __fmul_rn(s.h_outer[group.first + row], column[c >> 1]);
-            s.y[tile.part][group.first + row][g + (c & 2 ? 8 : 0)] =
-                pair_of(__fmul_rn(__fmul_rn(acc[c], 524288.0f), factor), 0.0f);
-        }
-    }
+    second_product(s, work, down_scale);
     __syncthreads();
-    for (int i = threadIdx.x; i < own * TOKENS * 16; i += THREADS) {
-        const int n = i % 16, token = i / 16 % TOKENS, part = i / 16 / TOKENS;
-        float acc = 0.0f;
-        for (int k = 0; k < SLOTS; k++) {
-            const u32 y = s.y[part][s.row[token * SLOTS + k]][n];
-            acc = __fmaf_rn(s.weight[token * SLOTS + k], __uint_as_float(y << 16), acc);
-        }
-        out[(i64)token * HIDDEN + (blockIdx.x + part * BLOCKS) * 16 + n] = pair_of(acc, 0.0f);
-    }
+    combine(s, out, own);
 }
