@@ -149,9 +149,8 @@ def update_leaves_the_head() -> None:
 
     ours = Receiver.load
 
-    def load(self, tensors):
-        first = bool(self.missing)
-        ours(self, [(n, t) for n, t in tensors if first or n != "lm_head.weight"])
+    def load(self, tensors, update):
+        ours(self, [(n, t) for n, t in tensors if not update or n != "lm_head.weight"], update)
 
     Receiver.load = load
 
