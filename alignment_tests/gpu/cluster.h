@@ -5,7 +5,6 @@
 
 struct float2 { float x, y; };
 static float2 make_float2(float x, float y) { return {x, y}; }
-static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 static uint4 load_turned_matrices(unsigned at) {
     Warp &w = warp();
