@@ -33,7 +33,7 @@ def _grouped() -> Iterator[tuple]:
         types = (*pair, "*bf16", "*i64", "i32!", "i32!", "i32", "i32")
         constants = (tile.m, tile.n, tile.k, 128, copied)
         yield f"grouped dX {tile}", grouped.dx_kernel, types, constants, tile.warps, tile.stages
-    for tile in (*grouped.WEIGHTED_CANDIDATES, grouped.PLAIN):
+    for tile in (*grouped.WEIGHTED_CANDIDATES[:-1], grouped.PLAIN):
         copied = tile.tma
         pair = (_desc(tile.m, tile.k), _desc(1, tile.k, 128)) if copied else ("*bf16", "*bf16")
         types = (*pair, "*bf16", "*fp32", "*i64", "*bf16", "*fp32", "*i64", "i32!", "i32!", "i32", "i32")

@@ -112,9 +112,6 @@ def _grouped_linear() -> Iterator[Case]:
 
 def _gradients() -> Iterator[Case]:
     """What backward_cases.py has not: the persistent products."""
-    for tile in grouped_linear_backward.DX_CANDIDATES:
-        if tile.pingpong:
-            yield _pingpong(f"grouped_linear dX {tile}", tile, "*bf16", deep=True, grouped=True)
     tile = grouped_linear_backward.DW
     blocks = [tile.k, tile.m], [tile.k, tile.n]
     descs = (f"tensordesc<bf16{b},{gl.NVMMASharedLayout.get_default_for(b, gl.bfloat16)!r}>" for b in blocks)

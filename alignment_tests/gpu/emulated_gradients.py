@@ -97,7 +97,7 @@ def _grouped() -> Iterator[tuple[str, int]]:
         dy, x, w = inputs.bf16(6, R, N), inputs.bf16(7, R, K), inputs.bf16(8, *shape)
         for weights in (None, inputs.normal(9, *plan.rows_TK.shape).abs()):
             want = [y for y in grouped_linear.backward(dy, x, w, plan, weights) if y is not None]
-            every = zip(kernels.DX_CANDIDATES[:2], kernels.WEIGHTED_CANDIDATES, (None, None), strict=True)
+            every = zip(kernels.DX_CANDIDATES[:2], kernels.WEIGHTED_CANDIDATES[:2], (None, None), strict=True)
             for tiles in every if N % 8 == 0 else (None,):
                 got = kernels.backward(dy, x, w, plan, weights, True, tiles)
                 what = f"grouped {counts} weighted {weights is not None} {tiles}"

@@ -33,11 +33,11 @@ def host_text(text: str) -> str:
 
 
 def schedule_of(bounds: list[int], rows: int) -> tuple[Tensor, int]:
-    """As pingpong.schedule_of."""
-    cells = [(e, first, end) for e, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False))
+    """As ops/gpu/schedule.py makes it; what only other kernels read is left out."""
+    cells = [(e, first, end, 0, 0) for e, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False))
              for first in range(begin, end, rows)]  # fmt: skip
     bound = len(cells) + 2
-    return torch.tensor([*cells, (0, 0, 0), (0, 0, 0), (len(cells), 0, 0)], dtype=torch.int32), bound
+    return torch.tensor([*cells, (0,) * 5, (0,) * 5, (len(cells), 0, 0, 0, 0)], dtype=torch.int32), bound
 
 
 def product(folder, schedule, x, scale_R, packed, scale_EN, plan, out_dtype, swiglu=False, blocks=2, text=None):

@@ -10,13 +10,13 @@ from minitransformer.ops.gpu import (
     logprob,
     mxfp8,
     nvfp4,
-    pingpong,
     qkv,
     quantised_linear,
     rms_norm,
     rope,
     router,
     sample,
+    schedule,
     swiglu,
 )
 from minitransformer.ops.gpu.launch import next_power_of_2
@@ -77,7 +77,7 @@ def _routing() -> Iterator[tuple]:
 
 
 def _rest() -> Iterator[tuple]:
-    yield "schedule", pingpong.schedule_kernel, ("*i64", "*i32", "i32!", "i32!"), (128, 128)
+    yield "schedule", schedule.schedule_kernel, ("*i64", "*i32", "i32!", "i32!"), (128, 8, 128)
     for rows in (2, 8):
         yield f"swiglu {rows}", swiglu.swiglu_kernel, ("*bf16", "*bf16", "i32!", "i32"), (rows, 256)
     types = ("*fp32", "*bf16", "*fp32", "i32!", "i32")

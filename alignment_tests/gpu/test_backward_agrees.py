@@ -41,10 +41,10 @@ def test_linear_for_every_number_of_rows(N, K):
 
 
 # One schedule a test: each is a compilation of seconds, which no two workers then share.
-@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("which", range(4))
 def test_linear_for_every_schedule_and_kind_of_value(which):
     N, K, (product, tiles) = 320, 576, (gpu.linear_backward.product, gpu.linear_backward.CANDIDATES)
-    assert len(tiles) == 3
+    assert len(tiles) == 4
     for T, kind in itertools.product((13, 150), VALUES):
         dy, x, w = VALUES[kind](4, T, N), VALUES[kind](5, T, K), VALUES[kind](6, N, K)
         want = linear.backward(dy, x, w)
@@ -104,7 +104,7 @@ def test_grouped_linear_for_every_schedule_and_kind_of_value(which):
     assert max(map(len, every)) == 3
     tiles = (*(some[which % len(some)] for some in every), (module.DW, None)[which % 2])
     for kind in VALUES:
-        plan, dy, x, w, weights = experts(kind, COUNTS["uneven"], 192, 136, 20)
+        plan, dy, x, w, weights = experts(kind, COUNTS["uneven"], 192, 136 if which < 2 else 384, 20)
         for scale in (None, weights):
             want = grouped_linear.backward(dy, x, w, plan, scale)
             dots = 2 if scale is None or kind in ("special", "finite") else 3

@@ -24,6 +24,7 @@ from minitransformer.ops.gpu import (
     few_rows,
     linear,
     mxfp8,
+    pair_product,
     rms_norm,
     sha256,
 )
@@ -133,6 +134,18 @@ def test_the_product_of_few_rows_is_the_tensor_core_and_one_rounding(tile, tmp_p
         assert set(re.findall(r"\b([HFD](?:MMA|MUL|ADD|FMA|SETP|SET)2?\b[.\w]*)", text)) == {"HMMA.16816.F32.BF16"}
         assert ("F2F.BF16.F32" in text or "F2FP.BF16" in text) == (not fp32)
         assert "STL" not in text, "spills"
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_experts_dx_is_the_tensor_core_and_what_its_end_says(weighted, tmp_path):
+    """Machine code: it looks for NaN; with routing weights it multiplies, and adds up their gradient."""
+    text = sass(pair_product.SOURCE, pair_product.defines(weighted), tmp_path)
+    names = set(re.findall(r"\b([HFD](?:MMA|MUL|ADD|FMA|MNMX|SETP|SET)2?)\b", text))
+    assert names == {"FSETP"} | ({"FMUL", "FADD"} if weighted else set())
+    assert len(set(re.findall(r"HGMMA\.64x(\d+)x16\.F32\.BF16", text))) == text.count("HGMMA.64") / 8
+    # The assembler waits for each product by itself if it finds a register of one touched too early.
+    assert 3 * text.count("WARPGROUP.DEPBAR") < text.count("HGMMA.64"), "products one after another"
+    assert "STL" not in text, "spills"
 
 
 @pytest.mark.parametrize("schedule", [s for s in attention.CANDIDATES if isinstance(s, attention.Prefill)], ids=str)

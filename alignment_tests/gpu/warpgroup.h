@@ -37,54 +37,72 @@ static float ex2(float x) {
 }
 static unsigned pack_bf16(float low, float high) { return nearest_bf16(low) | (unsigned)nearest_bf16(high) << 16; }
 
-// Barriers in shared memory, by their address: a phase ends when all have arrived and all bytes are there.
+// Which block of its cluster this is.
+static int block_rank() {
+    int i = 0;
+    while (cluster[i].get() != block) i++;
+    return i;
+}
+
+// Barriers in shared memory, by block and address: a phase ends when all have arrived and all bytes are there.
 struct Phase { int count, pending; long long bytes; unsigned phase; };
-static std::map<unsigned, Phase> phases;
+static std::map<std::pair<int, unsigned>, Phase> phases;
 static std::mutex guard;
+// A block's own addresses hold its rank above these bits, where kernels are written for clusters.
+#define OFFSET 0xFFFFFFu
+static Phase &phase_of(unsigned at, int block = block_rank()) { return phases[{block, at & OFFSET}]; }
 static void settle(Phase &p) {
     if (p.pending == 0 && p.bytes == 0) p.pending = p.count, p.phase++;
 }
 static void barrier_init(unsigned at, int count) {
     std::lock_guard<std::mutex> lock(guard);
-    phases[at] = {count, count, 0, 0};
+    phase_of(at) = {count, count, 0, 0};
 }
-static void barrier_arrive(unsigned at, int expected) {
+static void barrier_arrive(unsigned at, int expected, int block = block_rank()) {
     std::lock_guard<std::mutex> lock(guard);
-    phases[at].bytes += expected, phases[at].pending--;
-    settle(phases[at]);
+    Phase &p = phase_of(at, block);
+    p.bytes += expected, p.pending--;
+    settle(p);
+}
+static bool barrier_passed(unsigned at, unsigned parity) {
+    std::lock_guard<std::mutex> lock(guard);
+    return ((phase_of(at).phase - 1) & 1) == parity;
 }
 static void barrier_wait(unsigned at, unsigned parity) {
-    for (long long tries = 0;; tries++) {
-        {
-            std::lock_guard<std::mutex> lock(guard);
-            if (((phases[at].phase - 1) & 1) == parity) return;
-        }
+    for (long long tries = 0; !barrier_passed(at, parity); tries++) {
         if (tries > INFINITE_WAIT) fprintf(stderr, "a barrier that nobody ends\n"), abort();
         std::this_thread::yield();
     }
 }
 
-static char &shared_byte(unsigned at) { return block_memory[at ^ (at >> 7 & 7) << 4]; }  // 128-byte swizzle
-// Words of a map: address, rows, columns, rows and columns of a block, bytes of a value (2: swizzled).
-static void copy_tile(unsigned to, const unsigned long long *map, int column, int row, unsigned barrier) {
+static char &shared_byte(unsigned at, char *memory = block_memory) {  // swizzled by 128 bytes
+    return memory[(at ^ (at >> 7 & 7) << 4) & OFFSET];
+}
+// For a block or for all of a cluster. Words of a map: address, rows, columns, rows and columns of a block, bytes of a value
+// (2: swizzled).
+static void copy_tile(unsigned to, const unsigned long long *map, int column, int row, unsigned barrier, bool all = false) {
     const int size = map[5];
-    for (int r = 0; r < map[3]; r++)
-        for (int c = 0; c < map[4]; c++) {
-            bool inside = row + r >= 0 && row + r < (long long)map[1] && column + c < (long long)map[2];
-            unsigned at = to + (r * map[4] + c) * size, value = 0;
-            if (inside) memcpy(&value, (const char *)map[0] + ((row + r) * map[2] + column + c) * size, size);
-            memcpy(size == 2 ? &shared_byte(at) : block_memory + at, &value, size);
-        }
-    std::lock_guard<std::mutex> lock(guard);
-    phases[barrier].bytes -= map[3] * map[4] * size;
-    settle(phases[barrier]);
+    const int own = block_rank();
+    for (int block = all ? 0 : own; block < (all ? (int)cluster.size() : own + 1); block++) {
+        char *memory = cluster[block]->memory;
+        for (int r = 0; r < map[3]; r++)
+            for (int c = 0; c < map[4]; c++) {
+                bool inside = row + r >= 0 && row + r < (long long)map[1] && column + c < (long long)map[2];
+                unsigned at = to + (r * map[4] + c) * size, value = 0;
+                if (inside) memcpy(&value, (const char *)map[0] + ((row + r) * map[2] + column + c) * size, size);
+                memcpy(size == 2 ? &shared_byte(at, memory) : memory + (at & OFFSET), &value, size);
+            }
+        std::lock_guard<std::mutex> lock(guard);
+        phase_of(barrier, block).bytes -= map[3] * map[4] * size;
+        settle(phase_of(barrier, block));
+    }
 }
 
 struct Four { std::barrier<> barrier{128}; unsigned a[4][32][4]; };
-static std::map<int, std::unique_ptr<Four>> fours;
+static std::map<std::pair<int, int>, std::unique_ptr<Four>> fours;
 static Four &four() {
     std::lock_guard<std::mutex> lock(guard);
-    auto &mine = fours[threadIdx.x / 128];
+    auto &mine = fours[{block_rank(), threadIdx.x / 128}];
     if (!mine) mine = std::make_unique<Four>();
     return *mine;
 }

@@ -90,7 +90,7 @@ def test_a_failed_write_leaves_the_old_table(tmp_path, monkeypatch):
         (lambda c: c | {"rows": [c["rows"][0] | {"tile": [0, 64, 64, 4, 6]}]}, "bad row"),
         (lambda c: c | {"rows": [c["rows"][0] | {"tile": [48, 64, 64, 4, 6]}]}, "bad row"),
         (lambda c: c | {"rows": [c["rows"][0] | {"tile": [64, 64, 64, 4, 6, 2]}]}, "bad row"),
-        (lambda c: c | {"rows": [c["rows"][0] | {"tile": [*TILE, 0, 0]}]}, "bad row"),
+        (lambda c: c | {"rows": [c["rows"][0] | {"tile": [*TILE, 0, 0, 0]}]}, "bad row"),
         (lambda c: c | {"rows": [c["rows"][0] | {"tile_ms": None}]}, "bad row"),
         (lambda c: c | {"rows": [c["rows"][0] | {"library_ms": "fast"}]}, "bad row"),
         (lambda c: c | {"rows": [c["rows"][0] | {"library": 5}]}, "bad row"),

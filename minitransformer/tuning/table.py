@@ -164,10 +164,10 @@ def _row(item: dict[str, Any]) -> Row:
 
 
 def _is_tile(tile: tuple[int, ...]) -> bool:
-    """Fields of tiles.Tile: powers of two, warps, stages, up to four flags."""
+    """Fields of tiles.Tile: powers of two, warps, stages, up to five flags."""
     sizes, flags = tile[:5], tile[5:]
     powers = all(n & (n - 1) == 0 for n in sizes[:3])
-    return len(sizes) == 5 and min(sizes) > 0 and powers and len(flags) <= 4 and set(flags) <= {0, 1}
+    return len(sizes) == 5 and min(sizes) > 0 and powers and len(flags) <= 5 and set(flags) <= {0, 1}
 
 
 def user_path() -> Path:

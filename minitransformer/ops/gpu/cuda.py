@@ -145,23 +145,23 @@ def launch(
 def _value(argument) -> ctypes._SimpleCData | ctypes.Array:
     if type(argument) is Window:
         x = argument.tensor
-        return _map(x.data_ptr(), tuple(x.shape), argument.block, x.dtype)
+        return _map(x.data_ptr(), tuple(x.shape), argument.block, x.dtype, argument.fetch)
     if isinstance(argument, int | float):
         return (ctypes.c_int if isinstance(argument, int) else ctypes.c_float)(argument)
     return ctypes.c_void_p(None if argument is None else argument.data_ptr())
 
 
 @lru_cache(maxsize=4096)
-def _map(at: int, shape: tuple[int, int], block: tuple[int, int], dtype: torch.dtype) -> ctypes.Array:
+def _map(at: int, shape: tuple[int, int], block: tuple[int, int], dtype: torch.dtype, fetch: int) -> ctypes.Array:
     """A map says where and what shape, so one address has one map, whoever owns it."""
     memory = (ctypes.c_uint64 * 24)()
     place = (ctypes.c_uint64 * 16).from_buffer(memory, -ctypes.addressof(memory) % 64)
     sizes, stride = (ctypes.c_uint64 * 2)(*reversed(shape)), (ctypes.c_uint64 * 1)(dtype.itemsize * shape[1])
     box, steps = (ctypes.c_uint32 * 2)(*reversed(block)), (ctypes.c_uint32 * 2)(1, 1)
     kind, swizzle = {torch.bfloat16: (9, 3), torch.int32: (3, 0)}[dtype]
-    fetch_256 = 3
+    promotion = {128: 2, 256: 3}[fetch]
     code = _driver().cuTensorMapEncodeTiled(
-        place, kind, 2, ctypes.c_void_p(at), sizes, stride, box, steps, 0, swizzle, fetch_256, 0
+        place, kind, 2, ctypes.c_void_p(at), sizes, stride, box, steps, 0, swizzle, promotion, 0
     )
     _done(code, _driver(), f"a map of {shape}")
     return place

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minitransformer.ops.dispatch import Plan
-from minitransformer.ops.gpu import device, mxfp8, pingpong, pingpong_weights
+from minitransformer.ops.gpu import device, mxfp8, pair_product, pingpong_weights
 from minitransformer.ops.gpu.grouped_linear import _expert_of
 from minitransformer.ops.gpu.launch import Window, cdiv, next_power_of_2, on, quick
 from minitransformer.ops.gpu.scalar import LANES, lane_tree
@@ -109,19 +109,21 @@ def scale_kernel(y_ptr, weights_ptr, order_ptr, out_ptr, R, N, ROWS: tl.constexp
 
 
 DX_CANDIDATES = (
-    Tile(16, 128, 64, 4, 4, tma=True), Tile(64, 128, 64, 4, 4, tma=True), Tile(128, 128, 64, 4, 6, pingpong=True),
+    Tile(16, 128, 64, 4, 4, tma=True), Tile(64, 128, 64, 4, 4, tma=True), pair_product.TILE,
 )  # fmt: skip
-WEIGHTED_CANDIDATES = (Tile(16, 128, 64, 4, 4, tma=True), Tile(64, 128, 64, 4, 4, tma=True))
+WEIGHTED_CANDIDATES = DX_CANDIDATES  # the last where pair_product fits
 DW = Tile(128, 128, 64, 4, 6, pingpong=True)
 PLAIN = Tile(64, 64, 32, 4, 3)  # where a row is no multiple of 16 bytes, which the copy engine refuses
 
 
-def choose(rows: int, experts: int, N: int) -> tuple[Tile, Tile, Tile]:
+def choose(rows: int, experts: int, N: int, K: int, programs: int) -> tuple[Tile, Tile, Tile]:
     """(dX, dX with routing weights, dW) for the average rows of an expert; the fastest on an H200."""
     size = 0 if rows <= 16 * experts else 1
-    # The persistent product's step of 64 must not reach into the next expert's weight.
-    dx = DX_CANDIDATES[2] if rows > 48 * experts and N % 64 == 0 else DX_CANDIDATES[size]
-    return dx, WEIGHTED_CANDIDATES[size], DW
+    dx, weighted = size, size
+    if rows > 48 * experts:
+        dx = 2 if pair_product.fits(N, K) else size
+        weighted = 2 if pair_product.weighted_fits(N, K, programs) else size
+    return DX_CANDIDATES[dx], WEIGHTED_CANDIDATES[weighted], DW
 
 
 def _tiles(R: int, E: int, m: int) -> int:
@@ -133,8 +135,8 @@ def _dx(dy, w, bounds, R, tile: Tile | None):
     (E, N, K), copied = w.shape, tile is not None
     tile = tile or PLAIN
     dx, tiles = torch.empty(R, K, dtype=torch.bfloat16, device=w.device), _tiles(R, E, tile.m)
-    if tile.pingpong:
-        pingpong.grouped(dy, w, dx, bounds, None, bounds, tile, deep=True)
+    if tile.pair:
+        pair_product.dx(dy, w, dx, bounds)
         return dx
     left = Window(dy, (tile.m, tile.k)) if copied else dy
     right = Window(w, (1, tile.k, tile.n)) if copied else w
@@ -149,6 +151,9 @@ def _weighted_dx(dy, x, w, weights, order, bounds, R, tile: Tile | None):
     (E, N, K), copied = w.shape, tile is not None
     tile = tile or PLAIN
     dx, dots = torch.empty(R, K, dtype=torch.bfloat16, device=w.device), torch.empty_like(weights)
+    if tile.pair:
+        pair_product.weighted_dx(dy, w, dx, bounds, weights, order, x, dots)
+        return dx, dots
     left = Window(dy, (tile.m, tile.k)) if copied else dy
     right = Window(w, (1, tile.k, LANES.value)) if copied else w
     tiles = _tiles(R, E, tile.m)
@@ -185,8 +190,9 @@ def backward(
     if R == 0 or dy.numel() == 0:
         dots = None if weights is None else torch.zeros_like(weights)
         return torch.zeros_like(x), torch.zeros_like(w) if need_dw else None, dots
-    copied = N % 8 == 0 and K % 8 == 0
-    for_dx, for_weighted, for_dw = (tiles or choose(R, E, N)) if copied else (None, None, None)
+    copied = N % 8 == 0 and K % 8 == 0 and all(t.data_ptr() % 16 == 0 for t in (dy, x, w))
+    tiles = tiles or choose(R, E, N, K, device.multiprocessors(home))
+    for_dx, for_weighted, for_dw = tiles if copied else (None, None, None)
     low = backward_format == "mxfp8"
     with on(home):
         left, right = dy, w

@@ -69,11 +69,15 @@ def on(home: torch.device) -> AbstractContextManager:
 
 
 class Window(NamedTuple):
-    """A contiguous tensor that the copy engine reads in blocks; gluon: for a kernel in Gluon."""
+    """A contiguous tensor that the copy engine reads in blocks; gluon: for a kernel in Gluon.
+
+    fetch: for a kernel in C++, how many bytes a miss brings to the L2 cache.
+    """
 
     tensor: Tensor
     block: tuple[int, ...]
     gluon: bool = False
+    fetch: int = 256
 
     def descriptor(self) -> Any:
         """What Triton takes. To make it costs as much as a launch."""
@@ -179,7 +183,7 @@ class Quick:
                 return None, None
             key.append(1 if n == 1 else 16 if n % 16 == 0 else 0)
         for i in windows:
-            x, block, gluon = args[i]
+            x, block, gluon, _ = args[i]
             key.append((x.dtype, block, gluon, x.dim()))
         return tuple(key), values
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from minitransformer.ops.gpu import cuda, device
 from minitransformer.ops.gpu.launch import Window, cdiv, on
 from minitransformer.ops.gpu.pack import UNIT_WORDS
-from minitransformer.ops.gpu.pingpong import schedule_of
+from minitransformer.ops.gpu.schedule import schedule_of
 
 SOURCE, THREADS = "nvfp4_many.cu", 384
 FP32, BF16, SWIGLU = range(3)  # what becomes of a tile: OUT in the kernel's text

@@ -17,6 +17,7 @@
 #define COLUMNS (OUT == 2 ? 64 : 128)  // of y, of a tile
 #define HALF (4 * UNIT)                // four tiles of 16 weight rows, one a warp
 #define LINE (128 + 16)                // bytes of 64 columns of a row of y; 16: rows lie in other banks
+#define CELLS 5                        // of schedule.py
 #define AT_ONCE 8                      // tiles of rows that a wave of blocks takes at once, for the L2 cache
 
 struct Shared {
@@ -30,12 +31,12 @@ struct Sizes { int experts, N, K; };  // N: rows of the weight
 // A tile of y: its expert, rows first .. end of x, first column of y.
 struct Place { int expert, first, end, column; };
 
-// schedule: of each tile of rows its expert, first row and the end of the expert's rows (pingpong.schedule_of).
+// schedule: of each tile of rows its expert, first row and the end of the expert's rows (schedule.py).
 __device__ __forceinline__ bool place(const int *schedule, int tiles_m, const Sizes &size, int tile, Place &at) {
     const int tiles_n = ((OUT == 2 ? size.N / 2 : size.N) + COLUMNS - 1) / COLUMNS;
     if (tile >= tiles_m * tiles_n) return false;
     const int wide = AT_ONCE * tiles_n, before = tile / wide * AT_ONCE, rows = min(tiles_m - before, AT_ONCE);
-    const int *cell = schedule + 3 * (before + tile % wide % rows);
+    const int *cell = schedule + CELLS * (before + tile % wide % rows);
     at = {cell[0], cell[1], cell[2], tile % wide / rows * COLUMNS};
     return true;
 }
@@ -216,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) many(const __grid_constant_
         for (int i = 0; i < 2 * STAGES; i++) init(&s.full[i / STAGES][i % STAGES], 1), init(&s.empty[i / STAGES][i % STAGES], 4);
     show();
     __syncthreads();
-    const int tiles_m = schedule[3 * bound];
+    const int tiles_m = schedule[CELLS * bound];
     const Sizes size = {experts, N, K};
     if (which < 2) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");

@@ -4,16 +4,14 @@ While one group writes its tile, the other keeps the tensor core busy, so the en
 the same as everywhere: k ascends, one group owns an output. Serves linear (one group of rows) and grouped_linear.
 """
 
-import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from minitransformer.ops.gpu import device
-from minitransformer.ops.gpu.launch import Window, cdiv, next_power_of_2, on, quick
+from minitransformer.ops.gpu.launch import Window, cdiv, on, quick
+from minitransformer.ops.gpu.schedule import CELLS, schedule_of
 from minitransformer.ops.gpu.tiles import Tile
 
 # Of each thread at the launch: 12 warps share the register file; the consumers then take what the loading warp leaves.
@@ -21,7 +19,6 @@ REGISTERS = 168
 GROUP = gl.constexpr(8)
 # What a tile is multiplied by at its end: nothing, a routing weight a row, or outer scales (grouped_linear.py alone).
 PLAIN, WEIGHTED, SCALED = (gl.constexpr(i) for i in range(3))
-SCHEDULE = gl.constexpr(3)  # of each tile of rows: its expert, its first row, the end of the expert's rows
 
 
 @gluon.constexpr_function
@@ -45,14 +42,17 @@ def to_bf16(acc, GRADIENT: gl.constexpr):
 def _place(
     tile, tiles_m, tiles_n, M, N, schedule_ptr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, GROUPED: gl.constexpr
 ):
-    """(first row, end of the rows, first column, expert) of a tile, GROUP tile rows at a time."""
-    wide = GROUP * tiles_n
-    first = tile // wide * GROUP
-    rows = min(tiles_m - first, GROUP)
-    i, j = first + tile % wide % rows, tile % wide // rows
+    """(first row, end of the rows, first column, expert) of a tile: GROUP tile rows at a time, or one expert's."""
     if GROUPED:
-        at = schedule_ptr + i * SCHEDULE
-        return gl.load(at + 1), gl.load(at + 2), j * TILE_N, gl.load(at)
+        cell = schedule_ptr + tile // tiles_n * CELLS
+        first, rows = gl.load(cell + 3), gl.load(cell + 4)
+    else:
+        first = tile // (GROUP * tiles_n) * GROUP
+        rows = min(tiles_m - first, GROUP)
+    i, j = first + (tile - first * tiles_n) % rows, (tile - first * tiles_n) // rows
+    if GROUPED:
+        cell = schedule_ptr + i * CELLS
+        return gl.load(cell + 1), gl.load(cell + 2), j * TILE_N, gl.load(cell)
     else:
         return i * TILE_M, M, j * TILE_N, 0
 
@@ -79,7 +79,7 @@ def _produce(
             else:
                 tma.async_copy_global_to_shared(x_desc, [row, k0], full.index(slot), x_bufs.index(slot))
             if DEEP:
-                at = [expert * K + k0, column]
+                at = [k0, column]
             else:
                 at = [expert * N + column, k0]
             tma.async_copy_global_to_shared(w_desc, at, full.index(slot), w_bufs.index(slot))
@@ -146,6 +146,20 @@ def _consume(
         gl.store(y_ptr + at, y, mask=inside)
 
 
+@gluon.jit
+def barriers(STAGES: gl.constexpr, LOADS: gl.constexpr):
+    """A ring's (full, empty, turns): a slot is full after LOADS arrivals; two groups take turns."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=LOADS)
+        mbarrier.init(empty.index(s), count=1)
+    for group in gl.static_range(2):
+        mbarrier.init(turns.index(group), count=1)
+    return full, empty, turns
+
+
 @quick
 @gluon.jit(do_not_specialize=["tiles_m", "M"])
 def pingpong_kernel(
@@ -159,17 +173,10 @@ def pingpong_kernel(
     """
     tiles_n = gl.cdiv(N, w_desc.block_type.shape[1 if DEEP else 0])
     if GROUPED:
-        tiles_m = gl.load(schedule_ptr + tiles_m * SCHEDULE)
+        tiles_m = gl.load(schedule_ptr + tiles_m * CELLS)
     x_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES] + x_desc.block_type.shape, x_desc.layout)
     w_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES] + w_desc.block_type.shape, w_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=1)
-    for group in gl.static_range(2):
-        mbarrier.init(turns.index(group), count=1)
+    full, empty, turns = barriers(STAGES, 1)
     ring = (x_bufs, w_bufs, full, empty, turns)
     sizes = (tiles_m * tiles_n, tiles_m, tiles_n, M, N, K)
     pointers = (y_ptr, schedule_ptr, weights_ptr, order_ptr)
@@ -182,25 +189,6 @@ def pingpong_kernel(
         [4, 1],
         [232, 40],
     )
-
-
-@quick
-@triton.jit
-def schedule_kernel(offsets_ptr, schedule_ptr, experts, bound, TILE_M: tl.constexpr, PADDED: tl.constexpr):
-    """Program e writes expert e's tiles of rows after those of the experts before it; the last cell says how many."""
-    e, mine = tl.arange(0, PADDED), tl.program_id(0)
-    begin = tl.load(offsets_ptr + e, mask=e < experts, other=0).to(tl.int32)
-    end = tl.load(offsets_ptr + e + 1, mask=e < experts, other=0).to(tl.int32)
-    tiles = (end - begin + TILE_M - 1) // TILE_M
-    if mine == 0:
-        tl.store(schedule_ptr + bound * 3, tl.sum(tiles, 0))
-    at = tl.sum(tl.where(e < mine, tiles, 0), 0)
-    begin, end = tl.sum(tl.where(e == mine, begin, 0), 0), tl.sum(tl.where(e == mine, end, 0), 0)
-    for first in range(begin, end, TILE_M):
-        cell = schedule_ptr + (at + (first - begin) // TILE_M) * 3
-        tl.store(cell, mine)
-        tl.store(cell + 1, first)
-        tl.store(cell + 2, end)
 
 
 def _descriptor(x: Tensor, rows: int, columns: int) -> Window:
@@ -221,15 +209,6 @@ def _launch(x, w, y, tile: Tile, tiles_m: int, most: int, turned=False, deep=Fal
         )  # fmt: skip
 
 
-def schedule_of(bounds: Tensor, R: int, rows: int) -> tuple[Tensor, int]:
-    """(int32 [bound + 1, SCHEDULE] of the tiles of `rows` rows, the most that there can be) on the current GPU."""
-    E = bounds.shape[0] - 1
-    bound = (R + min(E, R) * (rows - 1)) // rows  # every expert may end with a tile that is not full
-    schedule = torch.empty(bound + 1, 3, dtype=torch.int32, device=bounds.device)
-    schedule_kernel[(E,)](bounds, schedule, E, bound, rows, next_power_of_2(E), num_warps=4)
-    return schedule, bound
-
-
 def product(x: Tensor, w: Tensor, y: Tensor, tile: Tile, turned: bool = False, deep: bool = False) -> None:
     """Fills y [M, N] BF16 or FP32 with the chain of x [M, K] and w [N, K]; turned: x is [K, M]; deep: w is [K, N].
 
@@ -241,17 +220,13 @@ def product(x: Tensor, w: Tensor, y: Tensor, tile: Tile, turned: bool = False, d
 
 
 def grouped(
-    x: Tensor, w: Tensor, y: Tensor, bounds: Tensor, weights: Tensor | None, order: Tensor, tile: Tile,
-    deep: bool = False,
-) -> None:  # fmt: skip
+    x: Tensor, w: Tensor, y: Tensor, bounds: Tensor, weights: Tensor | None, order: Tensor, tile: Tile
+) -> None:
     """Fills y [R, N] BF16: x [R, K] in dispatch order times w [E, N, K], scaled by weights if any.
 
-    deep: w is [E, K, N], with K a multiple of the tile's depth (a step must not reach into the next expert).
     bounds int64 [E + 1]. The rest as in `product`.
     """
-    if deep and x.shape[1] % tile.k:
-        raise ValueError(f"pingpong.grouped: K = {x.shape[1]} is no multiple of the tile's depth {tile.k}")
     with on(x.device):
         schedule, bound = schedule_of(bounds, x.shape[0], tile.m)
     most = bound * cdiv(y.shape[1], tile.n)
-    _launch(x, w.view(-1, w.shape[2]), y, tile, bound, most, False, deep, (schedule, order), weights)
+    _launch(x, w.view(-1, w.shape[2]), y, tile, bound, most, experts=(schedule, order), weights=weights)

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from minitransformer.ops.gpu import device
 from minitransformer.ops.gpu.launch import Window, cdiv, on, quick
-from minitransformer.ops.gpu.pingpong import REGISTERS, to_bf16, whole_lines
+from minitransformer.ops.gpu.pingpong import REGISTERS, barriers, to_bf16, whole_lines
 from minitransformer.ops.gpu.tiles import Tile
 
 
@@ -117,14 +117,7 @@ def weights_kernel(dy_desc, x_desc, dw_ptr, offsets_ptr, experts, N, K, STAGES: 
     tiles_n, tiles_k = gl.cdiv(N, dy_desc.block_type.shape[1]), gl.cdiv(K, x_desc.block_type.shape[1])
     dy_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES] + dy_desc.block_type.shape, dy_desc.layout)
     x_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES] + x_desc.block_type.shape, x_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=1)
-    for group in gl.static_range(2):
-        mbarrier.init(turns.index(group), count=1)
+    full, empty, turns = barriers(STAGES, 1)
     ring = (dy_bufs, x_bufs, full, empty, turns)
     sizes = (experts * tiles_n * tiles_k, tiles_n, tiles_k, N, K)
     gl.warp_specialize(

@@ -28,6 +28,7 @@ def swiglu_kernel(x_ptr, out_ptr, R, F, ROWS: tl.constexpr, COLUMNS: tl.constexp
 @triton.jit(do_not_specialize=["R"])
 def amax_kernel(x_ptr, out_ptr, amax_ptr, R, F, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """x [R, 2F] FP32, out [R, F] BF16, amax [R] FP32; whole rows a program."""
+    in_turn()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     r, top = row[:, None], tl.zeros((ROWS, COLUMNS), tl.int32)
     for f0 in range(0, F, COLUMNS):
@@ -88,7 +89,10 @@ def forward_amax(gate_up_R2F: Tensor) -> tuple[Tensor, Tensor]:
     if out.numel():
         with on(home):
             block, columns, warps = (4, COLUMNS, 4) if R >= 1024 else (1, WHOLE, 8 if R > 128 else 16)
-            amax_kernel[(cdiv(R, block),)](x, out, amax, R, F, block, columns, num_warps=warps, **device.ROWS)
+            grid = (cdiv(R, block),)
+            amax_kernel[grid](
+                x, out, amax, R, F, block, columns, num_warps=warps, **device.ROWS, **device.CHAIN
+            )
     return out, amax
 
 

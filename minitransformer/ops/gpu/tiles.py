@@ -18,6 +18,7 @@ class Tile(NamedTuple):
     swap      the weight is the operand with 64 rows and the tokens the narrow one: wgmma for few tokens
     tma       loads by the bulk copy engine, in a persistent grid
     pingpong  the kernel of pingpong.py: one warp loads, two groups of four take turns
+    pair      that of pair_product.cu: the same in pairs of blocks
     whole     the kernel of few_rows.cu: 16 columns, their whole weight in shared memory; k: columns behind a barrier
     """
 
@@ -30,6 +31,7 @@ class Tile(NamedTuple):
     tma: bool = False
     pingpong: bool = False
     whole: bool = False
+    pair: bool = False
 
 
 @triton.jit

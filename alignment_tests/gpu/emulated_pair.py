@@ -1,0 +1,99 @@
+"""pair_product.cu's own text on a CPU (warpgroup_pair.h), as emulated_prefill.py has attention's: pair after pair.
+
+A pair that waited for one behind it would wait for ever.
+"""
+
+import ctypes
+import re
+import shutil
+import subprocess
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from alignment_tests.gpu import emulated_prefill
+from minitransformer.ops.gpu import cuda, pair_product
+
+HERE = Path(__file__).parent
+# The start of an instruction's text -> the call that stands for it.
+CALLS = {
+    "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast":
+        "copy_tile(address(to), map->words, column, row, address(barrier), true);",
+    "mov.u32 %0, %%cluster_ctarank": "r = block_rank();",
+    "barrier.cluster": "whole_cluster->arrive_and_wait();",
+    "{.reg .u32 there": "barrier_arrive(address(barrier), 0, block);",
+    "ldmatrix": "load_turned(matrices(half) + j * 2048, pairs);",
+    "stmatrix": "store_turned(matrices(half) + j * 2048, pairs);",
+    "ld.acquire.gpu": "seen = std::atomic_ref<int>(*done).load();",
+    "st.release.gpu": "std::atomic_ref<int>(*done).store(turn + 1);",
+    **emulated_prefill.CALLS,
+}  # fmt: skip
+ENTRY = """
+extern "C" void run(int blocks, const TensorMap *x, const TensorMap *w, u16 *y, const int *schedule,
+        const float *weights, const i64 *order, const u16 *other, float4 *lanes, int *done, int tiles, int N, int K,
+        float *out) {
+    launch(blocks, 384, SHARED, [=] {
+        gridDim.x = blocks;
+        pair_product(*x, *w, y, schedule, weights, order, other, lanes, done, tiles, N, K);
+    }, 2);
+#if WEIGHTED
+    launch(4 * tiles, 128, 0, [=] { lane_trees(schedule, tiles, lanes, order, out); });
+#endif
+}
+"""
+
+PRODUCT = """
+template <int N> void product(float (&d)[64], u64 columns, u64 rows, int add) {
+    wgmma_shared<N>(d, columns, rows, add, true, false);
+}
+"""
+
+
+def host_text(text: str) -> str:
+    def call(match: re.Match) -> str:
+        start = match.group(1)
+        if not start or start.startswith(emulated_prefill.NOTHING):
+            return ";"
+        return next(call for name, call in CALLS.items() if start.startswith(name))
+
+    text = re.sub(r"// Lists of a product's registers.*?\n}\n", PRODUCT, text, flags=re.S)
+    text = re.sub(r'asm(?: volatile)?\(\s*"([^"]*)".*?\);', call, text, flags=re.S)
+    text = text.replace("extern __shared__ __align__(1024) char memory[];", "char *memory = block_memory;")
+    own = "((u32)((const char *)p - block_memory) | block_rank() << 24)"
+    text = text.replace("(u32)__cvta_generic_to_shared(p)", own)
+    return '#include "warpgroup_pair.h"\n' + text + ENTRY
+
+
+@lru_cache
+def library(folder: str, text: str, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
+    stem = Path(folder) / f"pair{abs(hash((text, defines)))}"
+    stem.with_suffix(".cpp").write_text(host_text(text))
+    options = ["-std=c++20", "-O2", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", "-w", f"-I{HERE}"]
+    options += [f"-D{name}={value}" for name, value in defines]
+    subprocess.run([shutil.which("g++"), *options, "-o", stem.with_suffix(".so"), stem.with_suffix(".cpp")], check=True)
+    return ctypes.CDLL(str(stem.with_suffix(".so")))
+
+
+def schedule_of(offsets: list[int]) -> tuple[Tensor, int]:
+    """As ops/gpu/schedule.py makes it."""
+    tiles = []
+    for e, (a, b) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        count, base = -(-(b - a) // pair_product.ROWS), len(tiles)
+        rows = -(-(b - a) // max(count, 1) // 8) * 8
+        tiles += [(e, first, min(first + rows, b), base, count) for first in range(a, b, rows)] if count else []
+    return torch.tensor([x for tile in tiles for x in tile] + [len(tiles)], dtype=torch.int32), len(tiles)
+
+
+def dx(folder, dy, w, out, programs: int, offsets: list[int], weights=None, order=None, x=None, text=None):
+    """Fills out by `programs` pairs of blocks -> the dots, if there are weights. offsets: of the experts' rows."""
+    (R, K), N = dy.shape, out.shape[1]
+    schedule, tiles = schedule_of(offsets)
+    lanes, done, dots = torch.empty(tiles, 2, 16, 128, 4), torch.zeros(tiles, 2, dtype=torch.int32), torch.empty(R)
+    maps = [(ctypes.c_uint64 * 16)(m.data_ptr(), *m.shape, 64, 64, 2) for m in (dy, w.view(-1, N))]
+    tensors = out, schedule, weights, order, x, lanes, done, dots
+    *pointers, last = (None if t is None else ctypes.c_void_p(t.data_ptr()) for t in tensors)
+    text, defines = text or cuda.source_of(pair_product.SOURCE), pair_product.defines(weights is not None)
+    library(str(folder), text, defines).run(2 * programs, *maps, *pointers, tiles, N, K, last)
+    return dots
