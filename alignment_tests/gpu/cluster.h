@@ -26,12 +26,12 @@ static void copy_or_zero(unsigned to, const void *from, bool valid) {
 
 // An address in a neighbour's memory: its number in the upper byte.
 static char *in_cluster(unsigned at) { return cluster[at >> 24]->memory + (at & 0xFFFFFF); }
-static unsigned own(const void *p) { return (const char *)p - block_memory | blockIdx.x % cluster.size() << 24; }
 static void give_bytes(unsigned at, const void *from, int bytes, unsigned barrier) {
     memcpy(in_cluster(at), from, bytes);
     std::lock_guard<std::mutex> lock(guard);
-    phases[barrier].bytes -= bytes;
-    settle(phases[barrier]);
+    Phase &p = phase_of(barrier, barrier >> 24);
+    p.bytes -= bytes;
+    settle(p);
 }
 static void give_words(unsigned at, unsigned a, unsigned b, unsigned c, unsigned d, unsigned barrier) {
     const unsigned words[4] = {a, b, c, d};
