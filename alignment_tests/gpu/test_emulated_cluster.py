@@ -81,7 +81,7 @@ FAULTS = {
     "another row's queries": ("r % GROUP) * WIDTH", "0) * WIDTH", "several queries"),
     "another order of the weights": ("two[2], two[4]", "two[4], two[2]", "segments"),
     "the second rows' weights left out": ("p1 = from[32]", "p1 = from[0]", "sixteen rows"),
-    "another key's row": ("key_row[x] * stride", "key_row[x ^ 1] * stride", "a block without a tile"),
+    "another value's row": ("value_row[x] * stride", "value_row[0] * stride", "a block without a tile"),
     "a segment's numbers where the first's belong": ("(i64)item.segment * in.lines", "0", "segments"),
 }  # fmt: skip
 
