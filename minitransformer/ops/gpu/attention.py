@@ -57,7 +57,7 @@ class Cluster(NamedTuple):
 # Bits do not depend on the choice.
 CANDIDATES = (
     Schedule(16, 1, 3), Schedule(64, 4, 1), Schedule(64, 4, 3), Schedule(128, 8, 3),
-    Prefill(3), Decode(1), Decode(2), Decode(4),
+    Prefill(2), Prefill(3), Decode(1), Decode(2), Decode(4),
 )  # fmt: skip
 
 
@@ -77,7 +77,10 @@ def choose(
     sequence and those of all sequences and key/value heads. From times on an H200."""
     # Few programs need their warps each; many share a processor, the smaller the more.
     few = Decode(4) if programs <= 132 else Decode(1) if segments > 1 else Decode(2)
-    for schedule in (few, Prefill(3) if longest * group > 64 else Schedule(64, 4, 1)):
+    # Two groups take less time for a tile than three, which matters where the processors have one program each at most.
+    two = cdiv(longest, max(64 // group, 1) * 2) * programs // segments
+    many = Prefill(2 if two <= 132 else 3)
+    for schedule in (few, many if longest * group > 64 else Schedule(64, 4, 1)):
         if fits(schedule, longest, group, H):
             return schedule
     # Row numbers are loaded before rows: more stages only hold more registers.
