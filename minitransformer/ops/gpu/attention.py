@@ -77,9 +77,10 @@ def choose(
     sequence and those of all sequences and key/value heads. From times on an H200."""
     # Few programs need their warps each; many share a processor, the smaller the more.
     few = Decode(4) if programs <= 132 else Decode(1) if segments > 1 else Decode(2)
-    # Two groups take less time for a tile than three, which matters where the processors have one program each at most.
-    two = cdiv(longest, max(64 // group, 1) * 2) * programs // segments
-    many = Prefill(2 if two <= 132 else 3)
+    # A tile takes some 1,800 cycles with two groups and 2,300 with three; a processor does one program after another.
+    rows, pairs = max(64 // group, 1), programs // segments
+    two, three = (cycles * cdiv(cdiv(longest, rows * n) * pairs, 132) for n, cycles in ((2, 18), (3, 23)))
+    many = Prefill(2 if two < three else 3)
     for schedule in (few, many if longest * group > 64 else Schedule(64, 4, 1)):
         if fits(schedule, longest, group, H):
             return schedule

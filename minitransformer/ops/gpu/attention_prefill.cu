@@ -3,9 +3,9 @@
 //
 // While a group does the softmax of tile t, its P V product of tile t - 1 and the other groups' products are under way; three
 // groups, because the softmax of one is a chain that leaves most cycles to others. For their registers, the scores of tile
-// t + 1 lie where those of tile t did, and queries in shared memory: a product that takes its rows from registers also stops
-// its warp until it begins. Scores, weights and output stay in registers, in the layout of the tensor core's accumulator: lane
-// 4g + t of a warp holds rows g and g + 8, columns 8j + 2t and 8j + 2t + 1, which is what the spec's quad sum is made of.
+// t + 1 lie where those of tile t did, and queries in shared memory. Scores, weights and output stay in registers, in the layout
+// of the tensor core's accumulator: lane 4g + t of a warp holds rows g and g + 8, columns 8j + 2t and 8j + 2t + 1, which is what
+// the spec's quad sum is made of.
 //
 // Compiled with: GROUP (query heads a key/value head), WIDTH (head size, 64 or 128), GROUPS (of attention.Prefill), KEYS (64)
 // a tile, SEGMENT (16) tiles, SLOTS (2) of tiles of keys, and of values, SHARED (bytes).
