@@ -214,6 +214,21 @@ def test_the_chosen_attention_schedules_fit(longest, group, head):
         assert schedule in attention.CANDIDATES and attention.fits(schedule, longest, group, head)
 
 
+@pytest.mark.parametrize(
+    ("head", "segments", "pieces", "chosen"),
+    [
+        (128, 1, 4, attention.Cluster(8)), (128, 4, 16, attention.Cluster(8)), (64, 1, 3, attention.Cluster(4)),
+        (128, 1, 17, attention.Decode(4)), (128, 8, 512, attention.Decode(1)), (128, 1, 256, attention.Decode(2)),
+        (48, 1, 1, attention.Schedule(64, 4, 1)),
+    ],
+)  # fmt: skip
+def test_a_decode_step_takes_the_schedule_that_was_the_fastest(head, segments, pieces, chosen):
+    """pieces: segments of all sequences and key/value heads. Tuples of equal numbers are equal, whatever their type."""
+    found = attention.choose(1, 8, head, False, segments, pieces)
+    assert type(found) is type(chosen) and found == chosen
+    assert any(type(found) is type(one) and found == one for one in attention.CANDIDATES)
+
+
 @pytest.mark.parametrize(("N", "K"), [(5120, 2048), (2048, 4096), (128, 2048), (2048, 768), (151936, 2048), (7, 9)])
 def test_the_chosen_linear_schedules_are_candidates(N, K):
     """So they were compiled here and checked on the GPU, for every number of rows."""

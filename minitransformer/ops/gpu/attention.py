@@ -57,7 +57,7 @@ class Cluster(NamedTuple):
 # Bits do not depend on the choice.
 CANDIDATES = (
     Schedule(16, 1, 3), Schedule(64, 4, 1), Schedule(64, 4, 3), Schedule(128, 8, 3),
-    Prefill(2), Prefill(3), Decode(1), Decode(2), Decode(4),
+    Prefill(2), Prefill(3), Decode(1), Decode(2), Decode(4), Cluster(4), Cluster(8),
 )  # fmt: skip
 
 
@@ -77,6 +77,8 @@ def choose(
     sequence and those of all sequences and key/value heads. From times on an H200."""
     # Few programs need their warps each; many share a processor, the smaller the more.
     few = Decode(4) if programs <= 132 else Decode(1) if segments > 1 else Decode(2)
+    if programs <= attention_cluster.FEW:
+        few = Cluster(H // attention_cluster.COLUMNS)
     # A tile takes some 1,800 cycles with two groups and 2,300 with three; a processor does one program after another.
     rows, pairs = max(64 // group, 1), programs // segments
     two, three = (cycles * cdiv(cdiv(longest, rows * n) * pairs, 132) for n, cycles in ((2, 18), (3, 23)))
