@@ -9,10 +9,7 @@
 // Compiled with: GROUP (query heads a key/value head), WIDTH (head size, 64 or 128), KEYS (64) a tile, SEGMENT (1024) keys,
 // ROWS (8 or 16, those that are there), CLUSTER (blocks that share a piece), SHARED (bytes).
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef long long i64;
-typedef unsigned long long u64;
+#include "cluster.cuh"
 
 #define TILES (SEGMENT / KEYS)
 #define ROW (2 * WIDTH)        // bytes of a key or value
@@ -38,8 +35,6 @@ struct Inputs {
 // A piece of work: the tokens first .. end - 1 of a sequence, a key/value head, `count` keys of a segment and their rows.
 struct Item { int first, end, head, segment, count; const i64 *rows; };
 
-__device__ __forceinline__ u32 address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
-
 // Whether piece i has keys.
 __device__ __forceinline__ bool find(const Inputs &in, int i, Item &item) {
     const int sequence = i / in.kv_heads() % in.sequences;
@@ -50,63 +45,8 @@ __device__ __forceinline__ bool find(const Inputs &in, int i, Item &item) {
     return item.segment == 0 || item.count > 0;  // so of the first segment nobody waits for the position here
 }
 
-__device__ __forceinline__ void copy16(u32 to, const void *from, bool valid) {  // zeros if not valid
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
-        :: "r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
-}
-
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-template <int LEFT>
-__device__ __forceinline__ void finish() { asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory"); }
-
-// Four 8 x 8 blocks; lane 8i + j names row j of block i, and gets two neighbours of row lane / 4 of each block.
-__device__ __forceinline__ uint4 load_blocks(u32 at) {
-    uint4 v;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
-    return v;
-}
-
-// The same, turned: two neighbours of column lane / 4.
-__device__ __forceinline__ uint4 load_turned(u32 at) {
-    uint4 v;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
-    return v;
-}
-
-__device__ __forceinline__ void mma(float *c, const u32 *a, u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ float exp2_hw(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-__device__ __forceinline__ u32 pack(float low, float high) {
-    u32 pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
-__device__ __forceinline__ void in_turn() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
 // Where byte 16 * chunk of a key or value lies in a tile: eight neighbouring rows' chunks fill the 32 banks.
 __device__ __forceinline__ u32 place(int key, int chunk) { return key * ROW + ((chunk ^ (key & 7)) << 4); }
-
-__device__ __forceinline__ u32 load_early(const void *at) {  // asked for where it stands
-    u32 word;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(at) : "memory");
-    return word;
-}
 
 // What a lane of a warp knows of its rows.
 struct Rows {
@@ -237,40 +177,6 @@ struct Together {
 };
 static_assert(sizeof(Together) == SHARED, "attention_cluster.py counts other bytes");
 static_assert(OWN * KEYS * ROW >= TILES * 4 * 32 * 8 * HALVES, "the weights do not fit where the keys were");
-
-__device__ __forceinline__ void init(u64 *barrier) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(address(barrier)) : "memory");
-}
-
-__device__ __forceinline__ void expect(u64 *barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(address(barrier)), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void wait(u64 *barrier, u32 parity) {
-    asm volatile("{.reg .pred done;\nagain: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;}" :: "r"(address(barrier)), "r"(parity) : "memory");
-}
-
-__device__ __forceinline__ u32 there(const void *p, u32 rank) {  // the same place in another block of the cluster
-    u32 remote;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address(p)), "r"(rank));
-    return remote;
-}
-
-// Written there, and counted there.
-__device__ __forceinline__ void give(u32 at, float value, u32 barrier) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];"
-        :: "r"(at), "f"(value), "r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void give(u32 at, u32 a, u32 b, u32 c, u32 d, u32 barrier) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, [%5];"
-        :: "r"(at), "r"(a), "r"(b), "r"(c), "r"(d), "r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void begun() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void done_reading() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void all_there() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // Starts the copies of this block's keys and of its columns of all values.
 __device__ __forceinline__ void fetch(const Inputs &in, const Item &item, Together &at, int rank, int tiles) {
