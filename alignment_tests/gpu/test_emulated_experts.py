@@ -1,6 +1,7 @@
 """The CUDA C++ of the experts of few tokens on a CPU: the operators' bits, and faults in its text that are seen."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -78,3 +79,24 @@ def test_a_fault_in_the_text_is_seen(fault, tmp_path):
     text = cuda_host.faulty(cuda.source_of(few_experts.SOURCE), *FAULTS[fault]) + f"// {fault}\n"
     with pytest.raises(AssertionError, match="differ"):
         check(tmp_path, 3, 3, 4, 128, 64, 3, text, WARPS=2, AT_ONCE=2, DEPTH=3, SHARED=1 << 17)
+
+
+def test_launches_that_may_run_at_once_share_no_counter(monkeypatch):
+    """Nor do those of other numbers of blocks, which would wait for a count that never comes."""
+    home, stream, capturing = torch.device("cpu"), SimpleNamespace(cuda_stream=1), [False]
+    monkeypatch.setattr(few_experts, "_owners", {})
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+
+    def counter(blocks: int) -> int:
+        return few_experts._arrived(home, blocks).data_ptr()
+
+    seen = [counter(64), counter(128)]
+    stream.cuda_stream = 2
+    seen.append(counter(64))
+    capturing[0] = True
+    while few_experts._is_room(home):
+        seen.append(counter(64))
+    assert len(set(seen)) == len(seen) == 1 << 14
+    capturing[0], stream.cuda_stream = False, 1
+    assert [counter(64), counter(128)] == seen[:2]

@@ -32,7 +32,7 @@ def test_few_tokens_are_one_kernel(T, shape):
     for seed, same in ((1, False), (11, True)):
         args, want = on_gpu(T, shape, seed, same)
         if not gpu.few_experts.takes(args[0].device, args[1], *args[3:]):
-            assert T > 4, "the widths of Qwen3-30B-A3B are served"
+            assert shape[2:] != (2048, 768), "the widths of Qwen3-30B-A3B are served"
             continue
         agree([gpu.few_experts.forward(*args)], [want], f"{T} tokens")
     gpu.device.check(torch.device("cuda", 0))

@@ -77,7 +77,7 @@ def choose(
     sequence and those of all sequences and key/value heads. From times on an H200."""
     # Few programs need their warps each; many share a processor, the smaller the more.
     few = Decode(4) if programs <= 132 else Decode(1) if segments > 1 else Decode(2)
-    if programs <= attention_cluster.FEW:
+    if segments == 1 and programs <= attention_cluster.FEW:  # of more segments only 8 were timed: slower
         few = Cluster(H // attention_cluster.COLUMNS)
     # A tile takes some 1,800 cycles with two groups and 2,300 with three; a processor does one program after another.
     rows, pairs = max(64 // group, 1), programs // segments

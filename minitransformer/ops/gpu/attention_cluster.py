@@ -7,7 +7,7 @@ from minitransformer.ops.gpu import cuda, device
 
 SOURCE, THREADS = "attention_cluster.cu", 128
 ROWS, COLUMNS = 16, 16  # (token, query head) pairs of a piece of work; least columns of the values of a block
-FEW = 16  # pieces of work (segments of all sequences and key/value heads): with more, one a block is faster
+FEW = 16  # pieces of work (sequences times key/value heads, a segment each): with more, one a block is faster
 
 
 def defines(longest: int, group: int, H: int, blocks: int) -> tuple[tuple[str, int], ...]:
@@ -22,7 +22,7 @@ def shared(H: int, blocks: int) -> int:
 
 
 def fits(longest: int, group: int, H: int, blocks: int) -> bool:
-    return longest * group <= ROWS and H in (64, 128) and blocks <= H // COLUMNS
+    return longest * group <= ROWS and H in (64, 128) and blocks in (4, 8) and blocks <= H // COLUMNS
 
 
 def launch(

@@ -77,7 +77,10 @@ def _of_layer(home: torch.device, layer: int) -> Tensor:
 @lru_cache
 def counters(home: torch.device) -> Tensor:
     """int64, zeros at first: where the blocks of a launch count each other when they meet."""
-    return torch.zeros(1 << 14, dtype=torch.int64, device=home)
+    made = torch.zeros(1 << 14, dtype=torch.int64, device=home)
+    if home.type == "cuda":  # another stream may be the first to count
+        torch.cuda.current_stream(home).synchronize()
+    return made
 
 
 def faults(home: torch.device) -> Tensor:

@@ -1,7 +1,7 @@
 """NVFP4 experts of few tokens as one kernel (nvfp4_experts.cu), with the bits of the operators one by one."""
 
 from functools import lru_cache
-from itertools import count
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -15,14 +15,25 @@ from minitransformer.ops.gpu.pack import UNIT_COLUMNS, UNIT_ROWS
 SOURCE = "nvfp4_experts.cu"
 MOST = 2  # tokens; with three, five kernels are as fast
 SHARED_LIMIT, UNIT_BYTES, PADDING = 227 << 10, 576, 16
-_launches = count()
+_owners: dict[torch.device, dict] = {}  # of the counters of a GPU, in order
+_owning = Lock()
 
 
-def _arrived(home: torch.device) -> Tensor:
-    """A launch's own counter: two that run at once, in two streams or two graphs, must not share one."""
-    table = device.counters(home)
-    at = next(_launches) % len(table)
-    return table[at : at + 1]
+def _arrived(home: torch.device, blocks: int) -> Tensor:
+    """The counter of a launch. Launches that may run at once must not share one, nor do launches of other numbers of
+    blocks, since a count is told from the next by being a multiple. In a stream one follows another; what is captured
+    may be replayed beside anything, so it keeps its own for ever."""
+    captured = torch.cuda.is_current_stream_capturing()
+    owner = object() if captured else (blocks, torch.cuda.current_stream(home).cuda_stream)
+    with _owning:
+        owners = _owners.setdefault(home, {})
+        at = owners.setdefault(owner, len(owners))
+    return device.counters(home)[at : at + 1]
+
+
+def _is_room(home: torch.device) -> bool:
+    """Whether there is a counter for one launch more."""
+    return len(_owners.get(home, ())) < len(device.counters(home))
 
 
 def _fixed(T: int, slots: int, D: int, F: int, blocks: int, warps: int) -> int:
@@ -53,7 +64,7 @@ def takes(home: torch.device, plan: Plan, gate_up: tuple[Tensor, Tensor], down: 
     (T, slots), D, F = plan.rows_TK.shape, down[1].shape[1], gate_up[1].shape[1] // 2
     if not 1 <= T <= MOST or not 1 <= slots <= 16 or D % UNIT_COLUMNS or F % UNIT_COLUMNS or 0 in (D, F):
         return False
-    return dict(defines(T, slots, D, F, _blocks(home, D)))["DEPTH"] >= 2
+    return dict(defines(T, slots, D, F, _blocks(home, D)))["DEPTH"] >= 2 and _is_room(home)
 
 
 def forward(
@@ -75,8 +86,9 @@ def forward(
         cuda.launch(
             cuda.kernel(home, SOURCE, "experts", how, sizes["SHARED"]),
             sizes["BLOCKS"], 32 * sizes["WARPS"], sizes["SHARED"],
-            (aligned(x), *places, weights, gate_up[0], scales[0], down[0], scales[1], h, out, _arrived(home),
-             device.faults(home), plan.num_experts, device.slot("experts.gate_up"), device.slot("experts.down")),
+            (aligned(x), *places, weights, gate_up[0], scales[0], down[0], scales[1], h, out,
+             _arrived(home, sizes["BLOCKS"]), device.faults(home), plan.num_experts,
+             device.slot("experts.gate_up"), device.slot("experts.down")),
             early=True, meets=True,
         )  # fmt: skip
     return out

@@ -1,5 +1,5 @@
 // Instructions of Hopper that C++ has no words for: barriers in shared memory, loads by the copy engine, products of four
-// warps. Included by attention_prefill.cu and pair_product.cu.
+// warps.
 
 typedef unsigned int u32;
 typedef unsigned short u16;

@@ -7,7 +7,7 @@
 // then each block quantises those for itself too, and owns 16 columns of the output, all experts.
 //
 // The grid has no more blocks than the GPU runs at once, and is launched as one that meets (cuda.launch). `arrived` only
-// grows, by the number of blocks a launch, so nobody has to reset it.
+// grows, by the number of blocks a launch (the same for all launches that share it: few_experts.py), so nobody resets it.
 //
 // Compiled with: TOKENS, SLOTS (experts a token), HIDDEN, WIDTH (of an expert), BLOCKS, WARPS, AT_ONCE: units of 64 columns
 // in a piece of the weight (a copy costs some 20 ns, whatever its length), DEPTH: pieces that a warp has on their way,
