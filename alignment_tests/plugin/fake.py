@@ -82,7 +82,7 @@ class Fake:
             return 200, {"version": "0.5.17", "model_path": "fake"} | self.told
         if path == "/weights_checker":
             if self.stock:
-                return 400, {"success": False, "message": "Unknown action"}
+                return 400, {"success": False, "message": f"Unsupported action='{body['action']}'"}
             sums = checksums(self.model) if body["action"] == "checksum" else {}
             return 200, {"ranks": [{"checksums": sums | identity(self.model, self.form and self.form.name)}]}
         if path == "/generate":

@@ -100,3 +100,17 @@ def test_a_refusal_is_told_in_the_servers_words(answering, body, words):
     answering.raw = head.encode() + body
     with pytest.raises(InputError, match=rf"refuses \(400\): {words}$"):
         Client(f"http://127.0.0.1:{answering.server_address[1]}", timeout=5).call("/x")
+
+
+@pytest.mark.parametrize("code, body, stock", [
+    (404, b'{"detail": "Not Found"}', True), (400, b'{"message": "Unsupported action=\'identity\'"}', True),
+    (400, b'{"message": "no"}', False), (401, b"", False), (500, b"Unsupported action", False), (503, b"", False),
+])  # fmt: skip
+def test_only_a_server_without_our_questions_is_stock(answering, code, body, stock):
+    answering.raw = f"HTTP/1.1 {code} X\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    client = Client(f"http://127.0.0.1:{answering.server_address[1]}", timeout=5)
+    if stock:
+        assert client.identity() is None
+    else:
+        with pytest.raises(InputError, match=rf"weights_checker: the server refuses \({code}\)"):
+            client.identity()

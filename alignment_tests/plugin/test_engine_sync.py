@@ -141,6 +141,7 @@ def told(client, path, body=None):
         threading.Timer(4, os._exit, [3]).start()
     return call(client, path, body)
 Client.call, group._broadcast = told, lambda *_: None
+group.secrets.token_hex = lambda _: "gone"
 Learner(engines.tiny(1)).sync(sys.argv[1], route="distributed")
 """
 
@@ -157,6 +158,8 @@ def test_a_broadcast_that_fails(engine, monkeypatch):
     assert subprocess.run([sys.executable, "-c", GONE, engine.url]).returncode == 3
     assert engine.client.checksums() == sums and time.monotonic() - began < group.TIMEOUT.total_seconds() / 2
     assert "Connection closed by peer" in engine.log.read_text("utf-8", "replace")
+    with pytest.raises(InputError, match="The group to be destroyed does not exist"):
+        engine.client.call("/destroy_weights_update_group", {"group_name": "minitransformer-gone"})
     assert sync(Learner(engines.tiny()), engine, "distributed").equal
 
 

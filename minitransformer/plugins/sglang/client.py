@@ -15,6 +15,7 @@ from minitransformer.plugins.sglang.identity import PREFIX, read_identity
 
 LONGEST = 1e6  # seconds; a socket takes no infinity
 QUICK = 30  # seconds, of a question that a server answers at once
+UNKNOWN_ACTION = "Unsupported action"  # SGLang's own answer to a question that only our model knows
 UNREADABLE = "the answer is not SGLang's; is the URL that of an SGLang server?"
 
 
@@ -53,6 +54,14 @@ def checked(url: str) -> str:
     return url.rstrip("/")
 
 
+class Refused(InputError):
+    """The server answers with an HTTP error, of this code."""
+
+    def __init__(self, code: int, said: str) -> None:
+        self.code = code
+        super().__init__(said)
+
+
 class Client:
     """url: 'http://host:port'; timeout: seconds of one answer. Raises InputError for a server that does not answer."""
 
@@ -70,7 +79,7 @@ class Client:
                 content, kind = answer.read(), answer.headers.get("Content-Type", "")
         except urllib.error.HTTPError as error:
             said = _message(error.read().decode("utf-8", "replace"))
-            raise InputError(f"{self.url}{path}: the server refuses ({error.code}): {said:.500}") from None
+            raise Refused(error.code, f"{self.url}{path}: the server refuses ({error.code}): {said:.500}") from None
         except TimeoutError:
             late = f"no answer within {self.timeout:g} s; the server may still be at it"
             raise InputError(f"{self.url}{path}: {late}") from None
@@ -97,22 +106,23 @@ class Client:
         """/server_info: version, model_path, ... InputError if this is no SGLang server."""
         try:
             found = self.call("/server_info")
-        except InputError as error:
-            if "refuses" not in str(error):
-                raise
+        except Refused:
             found = None
         if not isinstance(found, dict) or "version" not in found:
             raise InputError(f"{self.url}: something answers, but it is no SGLang server; give the URL of one")
         return found
 
     def identity(self) -> dict[str, Any] | None:
-        """What a server with our model says of itself (identity.py); None: it runs SGLang's own model."""
+        """What a server with our model says of itself (identity.py); None: it runs SGLang's own model.
+
+        InputError for any other refusal: that of a missing key, or of a server in trouble, tells nothing of the model.
+        """
         try:
             return read_identity(self._checker("identity"))
-        except InputError as error:
-            if "refuses" not in str(error):
-                raise
-            return None
+        except Refused as error:
+            if error.code == 404 or (error.code == 400 and UNKNOWN_ACTION in str(error)):
+                return None
+            raise
 
     def checksums(self) -> dict[str, str]:
         """Name -> checksum of every tensor, as checksums.checksums gives them for a model here."""

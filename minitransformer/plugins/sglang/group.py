@@ -10,10 +10,11 @@ import secrets
 import socket
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ LEAVE_TIMEOUT = 30  # seconds, of the group's end on either side: it may be what
 LEARNER, SERVER = 0, 1  # ranks
 BACKENDS = ("nccl", "gloo")
 WAIT = "TORCH_NCCL_BLOCKING_WAIT"  # read when a group is made
+_environment = Lock()
 
 
 @contextmanager
@@ -56,10 +58,11 @@ def by_group(
     home = next((t.device for _, t in tensors if t.is_cuda), torch.device("cpu"))
     bits = [t.to(home).contiguous() for _, t in tensors]  # outer scales are made on the CPU
     bits = [torch.cat([t.view(-1).view(torch.uint8) for t in bits])] if flat else bits
-    group = _meet(client, name, backend)
-    sending = Thread(target=_broadcast, args=(group, bits), daemon=True)
-    sending.start()
+    joined: Future = Future()
+    sending = Thread(target=lambda: _broadcast(joined.result(), bits), daemon=True)
     try:
+        _meet(client, name, backend, joined)
+        sending.start()
         yield "/update_weights_from_distributed", {
             "names": [name for name, _ in tensors],
             "dtypes": [str(t.dtype).removeprefix("torch.") for _, t in tensors],
@@ -67,18 +70,42 @@ def by_group(
             "group_name": name, "load_format": "flattened_bucket" if flat else None,
         }  # fmt: skip
     finally:
-        sending.join(1)
-        _leave(client, name, group.abort if sending.is_alive() else partial(dist.destroy_process_group, group))
+        if sending.is_alive():
+            sending.join(1)
+        _leave(client, name, partial(_end_joined, joined, sending.is_alive()))
 
 
 def _leave(client: Client, name: str, end: Callable[[], Any]) -> None:
     """Both at once: with cuMem on, NCCL of either side waits for the other's end. Whoever hangs is left behind."""
     ending = Thread(target=end, daemon=True)
     ending.start()
-    with suppress(InputError):  # the server may be gone
+    with suppress(Exception):  # the server may be gone, or have no such group; an error before this is the one to tell
         leaving = Client(client.url, min(client.timeout, LEAVE_TIMEOUT))
         leaving.call("/destroy_weights_update_group", {"group_name": name})
     ending.join(LEAVE_TIMEOUT)
+
+
+def _end_joined(joined: Future, abort: bool) -> None:
+    """The learner's group, if it is there; one that comes later finds nobody waiting, and is ended by its thread."""
+    if not joined.cancel() and joined.exception() is None:
+        end(joined.result(), abort)
+
+
+def end(group: Any, abort: bool) -> None:
+    """May hang. abort: first whatever it does is stopped; torch.distributed keeps a group that is not destroyed too."""
+    with suppress(Exception):
+        if abort:
+            group.abort()
+    with suppress(Exception):
+        dist.destroy_process_group(group)
+
+
+def drop(groups: dict[str, Any], name: str) -> None:
+    """Takes out a server's group whose sender is gone, and ends it. One that hangs is left: the server goes on."""
+    if (group := groups.pop(name, None)) is not None:
+        ending = Thread(target=end, args=(group, True), daemon=True)
+        ending.start()
+        ending.join(1)  # not longer: NCCL may wait for the sender, which waits for the server's answer
 
 
 def require_same_means(url: str, server: Mapping[str, Any] | None) -> None:
@@ -92,25 +119,30 @@ def require_same_means(url: str, server: Mapping[str, Any] | None) -> None:
         )
 
 
-def _meet(client: Client, name: str, backend: str) -> Any:
-    """The group, once both have joined. Each waits for the other, so the learner joins in a thread."""
-    here, port, found = _address(client.url), free_port(), []
+def _meet(client: Client, name: str, backend: str, joined: Future) -> None:
+    """joined: the group, once both are in it. Each waits for the other, so the learner joins in a thread."""
+    here, port = _address(client.url), free_port()
 
     def enter() -> None:
         try:
-            found.append(join(f"tcp://{here}:{port}", LEARNER, name, backend))
+            group = join(f"tcp://{here}:{port}", LEARNER, name, backend)
         except Exception as error:
-            found.append(error)
+            with suppress(InvalidStateError):
+                joined.set_exception(error)
+            return
+        try:
+            joined.set_result(group)
+        except InvalidStateError:  # too late: by_group is over
+            end(group, abort=True)
 
-    entering = Thread(target=enter, daemon=True)
-    entering.start()
+    Thread(target=enter, daemon=True).start()
     said = {"master_address": here, "master_port": port, "rank_offset": SERVER, "world_size": 2}
     client.call("/init_weights_update_group", said | {"group_name": name, "backend": backend})
-    entering.join(TIMEOUT.total_seconds())
-    if not found or isinstance(found[0], Exception):
-        why = found[0] if found else "no end of it"
-        raise InputError(f"{client.url}: learner and server did not meet at {here}:{port}: {why}")
-    return found[0]
+    try:
+        joined.result(TIMEOUT.total_seconds())
+    except Exception as error:
+        why = str(error) or "no end of it"
+        raise InputError(f"{client.url}: learner and server did not meet at {here}:{port}: {why}") from None
 
 
 def join(at: str, rank: int, name: str, backend: str) -> Any:
@@ -120,27 +152,37 @@ def join(at: str, rank: int, name: str, backend: str) -> Any:
     store, _, size = next(dist.rendezvous(at, rank, 2, timeout=TIMEOUT))
     store.set_timeout(TIMEOUT)
     kind, store = dist.Backend(backend), dist.PrefixStore(name, store)
-    with failing_where_waited():
+    with failing_where_waited(backend):
         group = _new_process_group_helper(size, rank, [], kind, store, group_name=name, timeout=TIMEOUT)[0]
     _world.pg_group_ranks[group] = {r: r for r in range(size)}  # destroy_process_group looks there
     return group
 
 
-def of_server(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def of_server(original: Callable[..., Any], backend: str | None = None, *args: Any, **options: Any) -> Any:
     """SGLang's init_custom_process_group, whose groups wait half an hour."""
-    with failing_where_waited():
-        return original(*args, timeout=TIMEOUT, **options)
+    with failing_where_waited(backend):
+        return original(backend, *args, timeout=TIMEOUT, **options)
 
 
 @contextmanager
-def failing_where_waited() -> Iterator[None]:
-    """Groups made inside raise where a broadcast is waited for; torch's watchdog of NCCL would end the process."""
-    before = os.environ.get(WAIT)
-    os.environ[WAIT] = "1"
-    try:
+def failing_where_waited(backend: str | None) -> Iterator[None]:
+    """Groups made inside raise where a broadcast is waited for; torch's watchdog of NCCL would end the process.
+
+    The variable is the whole process's: one group at a time, or the second would restore what the first has set.
+    """
+    if "nccl" not in (backend or "").lower():
         yield
-    finally:
-        os.environ.pop(WAIT) if before is None else os.environ.update({WAIT: before})
+        return
+    with _environment:
+        before = os.environ.get(WAIT)
+        os.environ[WAIT] = "1"
+        try:
+            yield
+        finally:
+            if before is None:
+                os.environ.pop(WAIT, None)
+            else:
+                os.environ[WAIT] = before
 
 
 def _broadcast(group: Any, tensors: Sequence[Tensor]) -> None:

@@ -159,8 +159,8 @@ def require_route(route: str | None, backend: str | None, directory: str | Path 
 
 
 def _is_here(url: str) -> bool:
-    host = urllib.parse.urlsplit(url).hostname
-    return host in ("localhost", "127.0.0.1", "::1", socket.gethostname())
+    host = urllib.parse.urlsplit(url).hostname  # in lower case
+    return host in ("localhost", "127.0.0.1", "::1", socket.gethostname().lower())
 
 
 def _quantise(model: Any, server: Mapping[str, Any] | None) -> Packed:

@@ -19,6 +19,7 @@ from minitransformer.models.qwen3_moe.layout import EMBEDDING, HEAD, parameter_s
 from minitransformer.models.qwen3_moe.nvfp4_layout import Format, Part, parts
 from minitransformer.plugins.sglang.arguments import check_model
 from minitransformer.plugins.sglang.checksums import checksums
+from minitransformer.plugins.sglang.group import drop
 from minitransformer.plugins.sglang.identity import identity
 
 _FLOATS = (torch.bfloat16, torch.float32)
@@ -59,7 +60,7 @@ class Receiver:
     """
 
     def __init__(self, model: Any, form: Format | None = None) -> None:
-        self.model, self.form = model, form
+        self.model, self.form, self.begun = model, form, 0  # begun: loads
         self.places = dict(_parameter_places(model))
         for i, layer in enumerate(model.layers):
             if form is not None and getattr(layer.mlp, "gate_up", 0) is None:
@@ -69,6 +70,7 @@ class Receiver:
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], update: bool) -> None:
         """Writes the tensors. InputError: on the first load at once, in an update before anything is written."""
+        self.begun += 1
         if update:
             tensors = self._read(_numbers_to(torch.device("cpu"), list(tensors)))
             tensors = _numbers_to(self.model.embed_tokens.weight.device, tensors)
@@ -217,7 +219,11 @@ def from_distributed(
     if strange is not None or not len(names) == len(dtypes) == len(shapes):
         what = f"{len(names)} names, {len(dtypes)} types, {len(shapes)} shapes" if strange is None else repr(strange)
         return False, f"names, dtypes and shapes must be of the same tensors, types as 'bfloat16': {what}. {KEPT}"
-    return _guarded(updater, lambda: original(updater, names, dtypes, shapes, group_name, load_format))
+    begun = updater.get_model().receiver.begun
+    done, said = _guarded(updater, lambda: original(updater, names, dtypes, shapes, group_name, load_format))
+    if not done and updater.get_model().receiver.begun == begun:  # not all came: a sender that is gone ends no group
+        drop(updater._model_update_group, group_name)
+    return done, said
 
 
 def readable(original: Any, worker: Any, payloads: Any) -> Any:
