@@ -1,12 +1,7 @@
 // Instructions that C++ has no words for: copies of 16 bytes, products of one warp, and what the blocks of a cluster tell
 // each other. Included by attention_cluster.cu.
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef long long i64;
-typedef unsigned long long u64;
-
-__device__ __forceinline__ u32 address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
+#include "basic.cuh"
 
 __device__ __forceinline__ void copy16(u32 to, const void *from, bool valid) {  // zeros if not valid
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
@@ -38,18 +33,6 @@ __device__ __forceinline__ void mma(float *c, const u32 *a, u32 b0, u32 b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ float exp2_hw(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-__device__ __forceinline__ u32 pack(float low, float high) {
-    u32 pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
 }
 
 __device__ __forceinline__ void in_turn() {

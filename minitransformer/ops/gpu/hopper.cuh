@@ -1,13 +1,9 @@
 // Instructions of Hopper that C++ has no words for: barriers in shared memory, loads by the copy engine, products of four
 // warps.
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
-typedef long long i64;
-struct __align__(64) TensorMap { u64 words[16]; };
+#include "basic.cuh"
 
-__device__ __forceinline__ u32 address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
+struct __align__(64) TensorMap { u64 words[16]; };
 
 __device__ __forceinline__ void init(u64 *barrier, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(address(barrier)), "r"(count));
@@ -71,18 +67,6 @@ __device__ __forceinline__ void hold(float (&d)[N]) {  // values that the tensor
 // Waits for all groups of products but the last LEFT.
 template <int LEFT>
 __device__ __forceinline__ void finish() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory"); }
-
-__device__ __forceinline__ float exp2_hw(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-__device__ __forceinline__ u32 pack(float low, float high) {
-    u32 pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
 
 // 16 bytes to shared memory; copied: this thread's copies are there.
 __device__ __forceinline__ void copy(char *to, const void *from) {
