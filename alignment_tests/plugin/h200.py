@@ -7,6 +7,7 @@
   python3 -m alignment_tests.plugin.h200 sync DIR ENGINE ...        new weights by each route, and the old ones again
 
 ENGINE is CHECKPOINT-KIND[-graphs|-default][-bare][-VARIANT], such as wide-nvfp4-graphs or tiny-bf16-graphs-chunk64.
+CHECKPOINT may be any other directory in DIR too: a real checkpoint, such as that of `make demo`.
 bare: no weights but those that `laws` sends first (make wide.bare, wide.packed.bare). KIND is bf16, nvfp4 (from the
 BF16 checkpoint), packed (from NVFP4 made of it: make tiny.packed), stock or deterministic, both SGLang's own model.
 graphs: of --batches; default: SGLang's own choice of graphs. VARIANT (h200_engines.py) is compared with the engine of
@@ -24,7 +25,7 @@ from pathlib import Path
 import torch
 
 from alignment_tests.plugin import laws
-from alignment_tests.plugin.h200_engines import VARIANTS, connect, keep, made, sizes_of, write, write_bare
+from alignment_tests.plugin.h200_engines import VARIANTS, connect, keep, learners, sizes_of, write, write_bare
 from minitransformer.errors import InputError
 from minitransformer.learner.learner import Learner
 from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
@@ -86,7 +87,7 @@ def table(args: argparse.Namespace, name: str) -> int:
     if rest and rest[-1] in VARIANTS:
         rows = of_a_variant(c, rest[-1], connect(args, name.removesuffix(f"-{rest[-1]}"))[0])
     else:
-        model = made(sizes_of(args, size))
+        model = learners(args, size)
         model.set_recipe("bf16" if kind == "bf16" else "nvfp4_per_token")
         assert c.identity()["fingerprint"] == model.spec.fingerprint()
         if "bare" in rest:
@@ -168,7 +169,7 @@ def transfers(args: argparse.Namespace) -> int:
     for name in args.names:
         c, _ = connect(args, name)
         size, kind, *_ = name.split("-")
-        model = made(sizes_of(args, size))
+        model = learners(args, size)
         model.set_recipe("bf16" if kind == "bf16" else "nvfp4_per_token")
         ids = laws.prompts((5, 37, 64, 200), 1024)
         before = laws.run(c, ids)

@@ -66,6 +66,14 @@ def made(sizes: dict, seed: int = 0) -> Qwen3MoeForCausalLM:
     return model
 
 
+def learners(args: argparse.Namespace, name: str) -> Qwen3MoeForCausalLM:
+    """The model of these engines: of random weights, or what a directory that is not made here holds."""
+    if name in SIZES:
+        return made(sizes_of(args, name))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Qwen3MoeForCausalLM.from_pretrained(args.directory / name, device=device)
+
+
 def write(directory: Path, sizes: dict, seed: int = 0) -> None:
     """The checkpoint of `made`; a few parameters are in memory at a time."""
     model, places = empty(sizes), {}

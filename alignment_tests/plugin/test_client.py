@@ -114,3 +114,13 @@ def test_only_a_server_without_our_questions_is_stock(answering, code, body, sto
     else:
         with pytest.raises(InputError, match=rf"weights_checker: the server refuses \({code}\)"):
             client.identity()
+
+
+@pytest.mark.parametrize("code", [404, 405, 400, 401, 403, 500, 502, 503])
+def test_a_refusal_is_no_other_server(answering, code):
+    """A server that has no such page is none of SGLang's; a missing key or trouble is told as it is."""
+    answering.raw = f"HTTP/1.1 {code} X\r\nContent-Length: 7\r\n\r\nnot now".encode()
+    client = Client(f"http://127.0.0.1:{answering.server_address[1]}", timeout=5)
+    told = "it is no SGLang server" if code in (404, 405) else rf"server_info: the server refuses \({code}\): not now$"
+    with pytest.raises(InputError, match=told):
+        client.about()

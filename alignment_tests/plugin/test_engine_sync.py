@@ -27,8 +27,7 @@ from minitransformer.plugins.sglang.sync import ROUTES, sync
 from minitransformer.recipe import get
 from minitransformer.sampler.sequence import SamplingParams
 
-pytestmark = pytest.mark.sglang
-RECIPE = "nvfp4_per_token"
+pytestmark, RECIPE = pytest.mark.sglang, "nvfp4_per_token"
 OVERRIDE = ["--json-model-override-args", f'{{"minitransformer_recipe": "{RECIPE}"}}']
 
 
@@ -67,12 +66,19 @@ def test_a_loop_in_nvfp4_quantised_by_the_server(checkpoint):
         check_loop(server, Learner(model, lr=1e-2), 0)
 
 
-def test_a_loop_in_nvfp4_sent_packed(checkpoint, tmp_path):
+def test_a_loop_in_nvfp4_sent_packed(checkpoint, tmp_path, monkeypatch):
+    """And syncs that are refused, which leave no memory behind."""
     quantise(checkpoint, tmp_path / "packed", get(RECIPE), MODELOPT)
     model = engines.tiny()
     model.set_recipe(RECIPE)
     with engines.start(tmp_path / "packed") as server:
         check_loop(server, Learner(model, lr=1e-2), 2)
+        bad, named = "experts.7.down_proj.weight_scale_2", sync_module._named
+        monkeypatch.setattr(sync_module, "_named", lambda *rest: [(n, -t if bad in n else t) for n, t in named(*rest)])
+        for _ in range(3):
+            with pytest.raises(InputError, match="Nothing was written"):
+                sync(Learner(model), server)
+            assert not engines.shared_memory(server)
 
 
 @pytest.mark.parametrize("form", [None, MODELOPT])

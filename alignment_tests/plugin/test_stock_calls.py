@@ -3,13 +3,16 @@
 So a wrong argument (a layout, a slot count, where the routing weight goes, the rows of the stores) gives other bits.
 """
 
-from types import SimpleNamespace
+import os
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 from alignment_tests.learner.tiny import random_sequences, tiny_model
 from alignment_tests.plugin.own_kernels import OwnKernels
+from minitransformer.errors import InputError
 from minitransformer.ops import dispatch
 from minitransformer.ops.grouped_linear import grouped_linear
 from minitransformer.ops.linear import linear
@@ -121,3 +124,46 @@ def test_a_fault_is_seen(method, other, monkeypatch):
     monkeypatch.setattr(StandIn, method, other)
     with pytest.raises(AssertionError):
         check_the_calls(3)
+
+
+@pytest.fixture
+def imported(monkeypatch):
+    """Stand-ins for SGLang's modules -> (what SGLang sees of the variable at each import, what its module has read)."""
+    seen, read = [], SimpleNamespace(_ENABLE_MM_DEEPGEMM=False, ENABLE_JIT_DEEPGEMM=True)
+
+    class Module(ModuleType):
+        def __getattr__(self, name):
+            if name.startswith("__"):
+                raise AttributeError(name)
+            seen.append(os.environ.get(*stock_kernels.ENVIRONMENT))
+            return read
+
+    for name in ("kernels.ops.attention.extend_attention", "kernels.ops.attention.rope",
+                 "kernels.ops.moe.moe_fused_gate", "srt.batch_invariant_ops",
+                 "srt.layers.moe.moe_runner.triton_utils"):  # fmt: skip
+        monkeypatch.setitem(sys.modules, f"sglang.{name}", Module(name))
+    language = SimpleNamespace(bfloat16="bf16")
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(language=language, __spec__=None))
+    return seen, read
+
+
+@pytest.mark.parametrize("before", [None, "1"])
+def test_the_environment_is_the_imports_alone(imported, monkeypatch, before):
+    (name,) = stock_kernels.ENVIRONMENT
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
+    stock_kernels.SglangKernels()
+    assert len(imported[0]) == 5 and set(imported[0]) == {"0"} and os.environ.get(name) == before
+    monkeypatch.setitem(sys.modules, "sglang.srt.batch_invariant_ops", None)
+    with pytest.raises(InputError, match="kernels can't be loaded"):
+        stock_kernels.SglangKernels()
+    assert os.environ.get(name) == before
+
+
+def test_deepgemm_that_was_imported_before(imported):
+    imported[1]._ENABLE_MM_DEEPGEMM = True
+    with pytest.raises(InputError, match="imported here before, with DeepGEMM; start this process with SGLANG_BATCH"):
+        stock_kernels.SglangKernels()
+    imported[1].ENABLE_JIT_DEEPGEMM = False
+    stock_kernels.SglangKernels()

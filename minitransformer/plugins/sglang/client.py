@@ -16,6 +16,7 @@ from minitransformer.plugins.sglang.identity import PREFIX, read_identity
 LONGEST = 1e6  # seconds; a socket takes no infinity
 QUICK = 30  # seconds, of a question that a server answers at once
 UNKNOWN_ACTION = "Unsupported action"  # SGLang's own answer to a question that only our model knows
+NO_SUCH_PAGE = (404, 405)  # other codes are of a server that has it: a key is missing, it is in trouble
 UNREADABLE = "the answer is not SGLang's; is the URL that of an SGLang server?"
 
 
@@ -103,10 +104,12 @@ class Client:
         return True
 
     def about(self) -> dict[str, Any]:
-        """/server_info: version, model_path, ... InputError if this is no SGLang server."""
+        """/server_info: version, model_path, ... InputError if this is no SGLang server, or it refuses to tell."""
         try:
             found = self.call("/server_info")
-        except Refused:
+        except Refused as error:
+            if error.code not in NO_SUCH_PAGE:
+                raise
             found = None
         if not isinstance(found, dict) or "version" not in found:
             raise InputError(f"{self.url}: something answers, but it is no SGLang server; give the URL of one")

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing  # teaches ForkingPickler to write a tensor of a GPU as a handle
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef, reduce_tensor
 
 from minitransformer.checkpoint_files import replacing_directory, write_json, write_sharded
 from minitransformer.errors import InputError
@@ -27,6 +27,7 @@ ALIGNMENT = 16  # bytes: a view of any type may begin there
 SHARD_BYTES = 4 * 10**9
 Named = Sequence[tuple[str, Tensor]]
 Request = tuple[str, dict[str, Any]]
+COUNTER = slice(11, 13)  # of the arguments of torch's rebuild_cuda_tensor: ref_counter_handle and its offset
 
 
 class _Call:
@@ -37,6 +38,9 @@ class _Call:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return self.call
+
+
+_handles: dict[int, tuple[StorageWeakRef, _Call]] = {}  # by address
 
 
 @contextmanager
@@ -51,15 +55,37 @@ def by_tensor(tensors: Named) -> Iterator[Request]:
         begins = _write(file, [t for _, t in tensors if not t.is_cuda])
         copy = _Call(partial(torch.from_file, dtype=torch.uint8), file.name, False, file.tell())
         shared: list[tuple[str, Any]] = []
+        kept: list[Tensor] = []  # until the context ends
+        for address in [address for address, (life, _) in _handles.items() if life.expired()]:
+            del _handles[address]
         for name, t in tensors:
-            if not t.is_cuda:
-                bits = _Call(Tensor.narrow, copy, 0, next(begins), t.nbytes)
-                t = _Call(Tensor.view, _Call(Tensor.view, bits, t.dtype), tuple(t.shape))
-            shared.append((name, t))
+            if t.is_cuda:
+                kept.append(t := t.contiguous())
+                whole, begin = _handle(t.untyped_storage()), t.storage_offset() * t.element_size()
+            else:
+                whole, begin = copy, next(begins)
+            bits = _Call(Tensor.narrow, whole, 0, begin, t.nbytes)
+            shared.append((name, _Call(Tensor.view, _Call(Tensor.view, bits, t.dtype), tuple(t.shape))))
+        for device in {t.device for t in kept}:
+            torch.cuda.synchronize(device)  # a handle's own event is of the time when it was made
         pickled = io.BytesIO()
         ForkingPickler(pickled).dump(shared)
         handles = base64.b64encode(pickled.getvalue()).decode()
         yield "/update_weights_from_tensor", {"serialized_named_tensors": [handles]}
+
+
+def _handle(storage: torch.UntypedStorage) -> _Call:
+    """All bytes of a storage on a GPU, one handle for its whole life.
+
+    Made by torch, which would wrap the memory once more for each new handle, and keep memory whose handle nobody has
+    fetched. Its count of who has to is given back at once: while a server reads, by_tensor keeps the tensors.
+    """
+    address = storage.data_ptr()
+    if address not in _handles:
+        rebuild, arguments = reduce_tensor(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+        torch.UntypedStorage._release_ipc_counter_cuda(*arguments[COUNTER])
+        _handles[address] = StorageWeakRef(storage), _Call(rebuild, *arguments)
+    return _handles[address][1]
 
 
 def _write(file: Any, tensors: Sequence[Tensor]) -> Iterator[int]:

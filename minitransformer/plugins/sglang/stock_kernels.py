@@ -6,7 +6,8 @@ K experts a token, F expert hidden, V vocabulary.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from minitransformer.errors import InputError
 
-# DeepGEMM is another product than the Triton kernel; server and learner must choose the same one.
+# DeepGEMM is another product than the Triton kernel; server and learner must choose the same one. Read at the import.
 ENVIRONMENT = {"SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM": "0"}
 # Of the server whose prefill these operators are. By itself it would serve a checkpoint in FP32 as FP16.
 ARGUMENTS = (
@@ -28,22 +29,40 @@ NOT_QUANTISED = dict.fromkeys(
 )
 
 
+@contextmanager
+def _environment() -> Iterator[None]:
+    """ENVIRONMENT, until the block ends; the rest of the process keeps its own."""
+    before = {name: os.environ.get(name) for name in ENVIRONMENT}
+    os.environ.update(ENVIRONMENT)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 class SglangKernels:
     """The operators of one forward pass. InputError where SGLang's can't be imported; they need a CUDA device."""
 
     def __init__(self) -> None:
-        os.environ.update(ENVIRONMENT)  # read when the module is imported
         try:
-            import triton.language as tl
-            from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd_unified
-            from sglang.kernels.ops.attention.rope import apply_rope_inplace_with_kvcache
-            from sglang.kernels.ops.moe.moe_fused_gate import moe_fused_gate
-            from sglang.srt.batch_invariant_ops import batch_invariant_ops
-            from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+            with _environment():
+                from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd_unified
+                from sglang.kernels.ops.attention.rope import apply_rope_inplace_with_kvcache
+                from sglang.kernels.ops.moe.moe_fused_gate import moe_fused_gate
+                from sglang.srt.batch_invariant_ops import batch_invariant_ops as dense
+                from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+                from triton import language as tl
         except (ImportError, OSError) as error:
             raise InputError(f"SGLang's kernels can't be loaded: {error}; is its GPU install complete?") from error
 
-        self.dense: Any = batch_invariant_ops
+        if dense._ENABLE_MM_DEEPGEMM and dense.ENABLE_JIT_DEEPGEMM:
+            said = " ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())
+            raise InputError(f"SGLang was imported here before, with DeepGEMM; start this process with {said}")
+        self.dense: Any = dense
         self.moe: Any = fused_moe
         self.gate, self.turn = moe_fused_gate, apply_rope_inplace_with_kvcache
         self.attend, self.bf16 = extend_attention_fwd_unified, tl.bfloat16

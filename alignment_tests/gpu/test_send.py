@@ -1,0 +1,61 @@
+"""by_tensor's handles between two processes of one GPU: what arrives, and what memory stays."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from minitransformer.plugins.sglang import send
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+# A server that reads every line's tensors, prints their bytes and forgets them.
+READER = """
+import base64, io, sys, torch
+from alignment_tests.gpu.test_send import bits
+from alignment_tests.plugin.fake import Unpickler
+for line in sys.stdin:
+    for name, t in Unpickler(io.BytesIO(base64.b64decode(line))).load():
+        print(name, t.dtype, list(t.shape), bits(t))
+    del t
+    print("end", flush=True)
+"""
+
+
+def bits(t: torch.Tensor) -> str:
+    return t.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes().hex()
+
+
+def test_pieces_of_a_storage_arrive_again_and_again():
+    """Of several types, not contiguous, on the CPU; then with other values in the same memory."""
+    whole = torch.randn(6, 64, device="cuda", dtype=torch.bfloat16)
+    scales = torch.randn(3, 32, device="cuda").to(torch.float8_e4m3fn)
+    tensors = {
+        "rows": whole[2:5], "row": whole[5], "turned": whole.t(), "scales": scales[1:], "scale": torch.tensor(0.5),
+        "codes": torch.randint(0, 256, (4, 8), device="cuda", dtype=torch.uint8),
+    }  # fmt: skip
+    reader = subprocess.Popen([sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with reader:
+        for _ in range(3):
+            with send.by_tensor(list(tensors.items())) as (_, body):
+                reader.stdin.write(body["serialized_named_tensors"][0] + "\n")
+                reader.stdin.flush()
+                for name, t in tensors.items():
+                    assert reader.stdout.readline() == f"{name} {t.dtype} {list(t.shape)} {bits(t)}\n"
+                assert reader.stdout.readline() == "end\n"
+            whole.neg_()
+        reader.stdin.close()
+
+
+def test_what_nobody_has_fetched_is_freed():
+    """A quantised copy is made for each sync, and the server may be gone."""
+    before, files = torch.cuda.memory_allocated(), len(list(Path(send.SHARED_MEMORY).glob("torch_*")))
+    for _ in range(8):
+        copy = torch.zeros(1 << 20, device="cuda")
+        with send.by_tensor([("copy", copy)]):
+            pass
+        del copy
+        assert torch.cuda.memory_allocated() == before
+    assert len(list(Path(send.SHARED_MEMORY).glob("torch_*"))) <= files + 1
