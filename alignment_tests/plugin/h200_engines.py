@@ -131,7 +131,7 @@ def keep(args: argparse.Namespace) -> int:
                     warm(args, Client(server.url))
                     print(f"{name}: warm after {time.monotonic() - began:.1f} s", flush=True)
                 partial = url.with_suffix(".new")
-                partial.write_text(json.dumps({"url": server.url, "log": str(server.log)}))
+                partial.write_text(json.dumps({"url": server.url, "log": str(server.log), "group": server.process.pid}))
                 partial.rename(url)
                 while not stop.exists() and server.process.poll() is None and time.monotonic() < began + args.lifetime:
                     time.sleep(0.5)
