@@ -28,7 +28,8 @@ def bits(t: torch.Tensor) -> str:
     return t.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes().hex()
 
 
-def test_pieces_of_a_storage_arrive_again_and_again():
+@pytest.mark.parametrize("same_gpu", [True, False])
+def test_pieces_of_a_storage_arrive_again_and_again(same_gpu):
     """Of several types, not contiguous, on the CPU; then with other values in the same memory."""
     whole = torch.randn(6, 64, device="cuda", dtype=torch.bfloat16)
     scales = torch.randn(3, 32, device="cuda").to(torch.float8_e4m3fn)
@@ -39,7 +40,7 @@ def test_pieces_of_a_storage_arrive_again_and_again():
     reader = subprocess.Popen([sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with reader:
         for _ in range(3):
-            with send.by_tensor(list(tensors.items())) as (_, body):
+            with send.by_tensor(list(tensors.items()), same_gpu) as (_, body):
                 reader.stdin.write(body["serialized_named_tensors"][0] + "\n")
                 reader.stdin.flush()
                 for name, t in tensors.items():

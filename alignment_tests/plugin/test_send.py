@@ -38,3 +38,13 @@ def test_memory_that_is_gone_has_no_handle(torchs):
     del a, t
     with send.by_tensor([]):
         assert list(send._handles) == [b.untyped_storage().data_ptr()]
+
+
+@pytest.mark.parametrize("url, directory, here, there, route", [
+    ("http://127.0.0.1:1", None, None, None, "tensor"), ("http://127.0.0.1:1", None, None, "a", "tensor"),
+    ("http://127.0.0.1:1", None, "a", None, "tensor"), ("http://127.0.0.1:1", None, "a", "a", "tensor"),
+    ("http://127.0.0.1:1", None, "a", "b", "distributed"), ("http://127.0.0.1:1", "x", "a", "b", "disk"),
+    ("http://other.host:1", None, "a", "b", "disk"),
+])  # fmt: skip
+def test_which_way_is_taken(url, directory, here, there, route):
+    assert send.default_route(url, directory, here, there) == route

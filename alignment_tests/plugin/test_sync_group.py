@@ -11,7 +11,7 @@ import torch.distributed as dist
 from alignment_tests.learner.tiny import tiny_model
 from alignment_tests.plugin.fake import Fake
 from minitransformer.errors import InputError
-from minitransformer.plugins.sglang import group, weights
+from minitransformer.plugins.sglang import group, send, weights
 from minitransformer.plugins.sglang import sync as sync_module
 from minitransformer.plugins.sglang.client import Client
 
@@ -145,6 +145,6 @@ def test_only_nccl_is_told_to_fail_where_it_waits(before, monkeypatch):
 
 
 def test_a_host_is_here_in_any_case(monkeypatch):
-    monkeypatch.setattr(sync_module.socket, "gethostname", lambda: "Node-A")
-    assert sync_module._is_here("http://node-a:1") and sync_module._is_here("http://NODE-A:1")
-    assert not sync_module._is_here("http://node-b:1")
+    monkeypatch.setattr(send.socket, "gethostname", lambda: "Node-A")
+    assert send._is_here("http://node-a:1") and send._is_here("http://NODE-A:1")
+    assert not send._is_here("http://node-b:1")

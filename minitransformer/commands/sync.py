@@ -29,7 +29,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--route",
         metavar="ROUTE",
         help="tensor: through memory, same host; disk: through a directory that both read; distributed: over a process "
-        "group (default: tensor for a server on this host and without --directory, else disk)",
+        "group (default: disk with --directory or for another host, distributed for another GPU, else tensor)",
     )
     command.add_argument(
         "--backend", metavar="NAME", help="of the route distributed: nccl (default on a GPU) or gloo (default on a CPU)"

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from minitransformer.errors import InputError
 from minitransformer.spec import spec_differences
 
@@ -21,6 +23,7 @@ def identity(model: Any, form: str | None = None) -> dict[str, str]:
     said = {
         "spec": spec.entries(), "fingerprint": spec.fingerprint(), "weights_version": model.weights_version,
         "config": asdict(model.config), "packed_layers": packed, "format": form, "cumem": cumem(),
+        "gpu": gpu(model.device),
     }  # fmt: skip
     return {PREFIX + key: json.dumps(value, sort_keys=True) for key, value in said.items()}
 
@@ -34,6 +37,11 @@ def read_identity(checksums: Mapping[str, str]) -> dict[str, Any] | None:
 def cumem() -> bool:
     """Whether NCCL of this process may share memory by cuMem handles: one without them can't open the other's."""
     return os.environ.get(CUMEM, NCCL_DECIDES).strip() != "0"
+
+
+def gpu(device: torch.device) -> str | None:
+    """The name that a GPU has in every process; None for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def require_same(model: Any, identity: Mapping[str, Any], url: str) -> None:

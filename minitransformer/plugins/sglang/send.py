@@ -7,7 +7,9 @@ import base64
 import io
 import secrets
 import shutil
+import socket
 import tempfile
+import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -43,23 +45,36 @@ class _Call:
 _handles: dict[int, tuple[StorageWeakRef, _Call]] = {}  # by address
 
 
+def default_route(url: str, directory: str | Path | None, here: str | None, there: str | None) -> str:
+    """here, there: the GPUs of learner and server."""
+    if directory is not None or not _is_here(url):
+        return "disk"
+    return "tensor" if here is None or there is None or here == there else "distributed"
+
+
+def _is_here(url: str) -> bool:
+    host = urllib.parse.urlsplit(url).hostname  # in lower case
+    return host in ("localhost", "127.0.0.1", "::1", socket.gethostname().lower())
+
+
 @contextmanager
-def by_tensor(tensors: Named) -> Iterator[Request]:
+def by_tensor(tensors: Named, same_gpu: bool = True) -> Iterator[Request]:
     """Handles: of the learner's own memory on a GPU, of a copy in a file of shared memory on the CPU. Same host only.
 
+    same_gpu: learner and server are on one GPU; if not, a GPU's tensors are copied to shared memory too.
     Not torch's handles on the CPU: they move the learner's parameters, and keep a copy that no receiver has fetched.
     The file goes when the context ends; a server that has read it keeps its mapping, one that comes later is refused.
     InputError if there is no room.
     """
     with tempfile.NamedTemporaryFile(dir=SHARED_MEMORY if Path(SHARED_MEMORY).is_dir() else None) as file:
-        begins = _write(file, [t for _, t in tensors if not t.is_cuda])
+        begins = _write(file, [t for _, t in tensors if not (t.is_cuda and same_gpu)])
         copy = _Call(partial(torch.from_file, dtype=torch.uint8), file.name, False, file.tell())
         shared: list[tuple[str, Any]] = []
         kept: list[Tensor] = []  # until the context ends
         for address in [address for address, (life, _) in _handles.items() if life.expired()]:
             del _handles[address]
         for name, t in tensors:
-            if t.is_cuda:
+            if t.is_cuda and same_gpu:
                 kept.append(t := t.contiguous())
                 whole, begin = _handle(t.untyped_storage()), t.storage_offset() * t.element_size()
             else:
@@ -95,7 +110,7 @@ def _write(file: Any, tensors: Sequence[Tensor]) -> Iterator[int]:
         for tensor in tensors:
             file.write(bytes(-file.tell() % ALIGNMENT))
             begins.append(file.tell())
-            file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+            file.write(tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
         file.flush()
     except OSError as error:
         size = sum(tensor.nbytes for tensor in tensors) / 2**20

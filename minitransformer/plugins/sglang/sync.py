@@ -10,8 +10,6 @@ Everything goes in one message. After an error the server is asked for its state
 everything, so it can always be repeated.
 """
 
-import socket
-import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -34,7 +32,7 @@ from minitransformer.plugins.sglang import send
 from minitransformer.plugins.sglang.checksums import hashed, unlike
 from minitransformer.plugins.sglang.client import Client
 from minitransformer.plugins.sglang.group import by_group
-from minitransformer.plugins.sglang.identity import refuse_for_stock, require_same
+from minitransformer.plugins.sglang.identity import gpu, refuse_for_stock, require_same
 
 if TYPE_CHECKING:
     from minitransformer.learner.learner import Learner
@@ -100,17 +98,19 @@ def sync(
 ) -> SyncReport:
     """Sends the weights of learner.model to a server and compares; the report says whether they arrived.
 
-    to: 'http://host:port', a Client or a launch.Server. route: of ROUTES; None: tensor for a server on this host, disk
-    for another, or if a directory is given. directory: where the disk route may write, readable by the server (default:
-    the temporary directory). backend: of the distributed route's group, 'nccl' or 'gloo' (group.py).
+    to: 'http://host:port', a Client or a launch.Server. route: of ROUTES; None: tensor for a server on this host, but
+    distributed if it is on another GPU; disk for another host, or if a directory is given. directory: where the disk
+    route may write, readable by the server (default: the temporary directory). backend: of the distributed route's
+    group, 'nccl' or 'gloo' (group.py).
     InputError, with the server's state, if it refuses, does not answer within `timeout` seconds or runs another model.
     """
     client = Client(to if isinstance(to, str) else to.url, timeout)
     require_route(route, backend)
-    route = route or ("tensor" if _is_here(client.url) and directory is None else "disk")
     model, seconds = learner.model, dict[str, float]()
     client.about()
     before = client.identity()
+    here, there = gpu(model.device), None if before is None else before.get("gpu")
+    route = route or send.default_route(client.url, directory, here, there)
     if before is None:
         refuse_for_stock(model.config)
     else:
@@ -128,7 +128,7 @@ def sync(
             elif route == "disk":
                 sending = send.by_disk(tensors, model.config, directory)
             else:
-                sending = send.by_tensor(tensors)
+                sending = send.by_tensor(tensors, before is None or here == there)
             path, body = held.enter_context(sending)
         on_step("load")
         with timed(seconds, "load"):
@@ -156,11 +156,6 @@ def require_route(route: str | None, backend: str | None, directory: str | Path 
         raise InputError(f"backend {backend!r} is of the route distributed; choose that route, or leave it out")
     if directory is not None and route not in (None, "disk"):
         raise InputError(f"directory {str(directory)!r} is of the route disk; choose that route, or leave it out")
-
-
-def _is_here(url: str) -> bool:
-    host = urllib.parse.urlsplit(url).hostname  # in lower case
-    return host in ("localhost", "127.0.0.1", "::1", socket.gethostname().lower())
 
 
 def _quantise(model: Any, server: Mapping[str, Any] | None) -> Packed:
