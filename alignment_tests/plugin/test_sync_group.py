@@ -12,7 +12,6 @@ from alignment_tests.learner.tiny import tiny_model
 from alignment_tests.plugin.fake import Fake
 from minitransformer.errors import InputError
 from minitransformer.plugins.sglang import group, send, weights
-from minitransformer.plugins.sglang import sync as sync_module
 from minitransformer.plugins.sglang.client import Client
 
 INIT, DESTROY = "/init_weights_update_group", "/destroy_weights_update_group"
