@@ -11,6 +11,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -93,9 +94,9 @@ def sample(sampler: Sampler, prompts: list[list[int]], params: list[SamplingPara
     return [done[i] for i in ids], times
 
 
-def decode_rows(model, args, rate: float) -> list[dict]:
+def decode_rows(model, args, rate: float) -> Iterator[dict]:
     """One row a batch size: the decode step from CUDA graphs and without."""
-    rows, device = [], model.device
+    device = model.device
     for requests in args.batches:
         for graphs in (True, False) if args.eager else (True,):
             pages = requests * -(-(args.prompt + args.new) // 16)
@@ -111,16 +112,16 @@ def decode_rows(model, args, rate: float) -> list[dict]:
             done, times = sample(sampler, prompts, params)
             step = statistics.median(times["decode"])
             floor = step_bytes(model, requests, args.prompt + args.new / 2) / rate
-            rows.append(
-                {"recipe": model.recipe.name, "requests": requests, "graphs": graphs, "step_ms": 1e3 * step,
-                 "floor_ms": 1e3 * floor, "tokens_s": requests / step, "steps": len(times["decode"])}
-            )  # fmt: skip
+            row = {"bench": "decode", "recipe": model.recipe.name, "requests": requests, "graphs": graphs}
+            row |= {"step_ms": 1e3 * step, "floor_ms": 1e3 * floor, "tokens_s": requests / step}
+            row |= {"steps": len(times["decode"])}
             if graphs and sampler.graphs is not None:
                 _, replay = next(iter(sampler.graphs._graphs.values()))
-                rows[-1] |= {"replay_ms": 1e3 * timed(replay, device), "pool_mib": pool_bytes(sampler) / 2**20}
-            print(json.dumps(rows[-1]), flush=True)
+                row |= {"replay_ms": 1e3 * timed(replay, device), "pool_mib": pool_bytes(sampler) / 2**20}
+                if args.profile:
+                    profile(replay, args.out / f"decode_{model.recipe.name}_{requests}.txt")
+            yield row
             del sampler
-    return rows
 
 
 def pool_bytes(sampler: Sampler) -> int:
@@ -146,7 +147,8 @@ def whole(model, args) -> dict:
     prompts = torch.randint(model.config.vocab_size, (args.requests, args.prompt), generator=rng).tolist()
     params = [SamplingParams(args.new, seed=i, ignore_eos=True) for i in range(args.requests)]
     pages = args.requests * -(-(args.prompt + args.new) // 16)
-    row = {}
+    row = {"bench": "whole", "recipe": model.recipe.name, "requests": args.requests, "prompt": args.prompt}
+    row["new"] = args.new
     for run in ("first", "second"):  # the first compiles and captures
         sampler = Sampler(
             model, 16, pages, args.batch_tokens, args.prompt, prefix_cache=False, max_sequences=args.requests
@@ -159,9 +161,6 @@ def whole(model, args) -> dict:
     row["new_tokens_s"] = args.requests * args.new / row["sampling_s_second"]
     if device.type == "cuda":
         row["peak_sampling_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
-    if args.profile and device.type == "cuda":
-        sampler = Sampler(model, 16, pages, args.batch_tokens, args.prompt, prefix_cache=False)
-        profile(sampler, prompts, params, args.out, model.recipe.name)
     del sampler
     sequences, starts = [c.prompt_ids + c.token_ids for c in done], [len(c.prompt_ids) for c in done]
     learner = Learner(model, max_tokens_per_pack=args.pack)
@@ -178,23 +177,15 @@ def whole(model, args) -> dict:
     return row
 
 
-def profile(sampler: Sampler, prompts: list, params: list, out: Path | None, recipe: str) -> None:
-    """Which kernels a prefill step and a decode step spend their time in."""
+def profile(call, to: Path) -> None:
+    """Writes which kernels a call's time goes to."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
-    for prompt, p in zip(prompts, params, strict=True):
-        sampler.add(prompt, p)
-    for name in ("prefill", "decode"):
-        while name == "decode" and any(s.remaining > 1 for s in sampler.scheduler.running + sampler.scheduler.waiting):
-            sampler.step()
-        sampler.step()
-        with record(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
-            sampler.step()
-            torch.cuda.synchronize()
-        text = found.key_averages().table(sort_by="self_cuda_time_total", row_limit=30, max_name_column_width=60)
-        if out is not None:
-            (out / f"profile_{recipe}_{name}.txt").write_text(text)
+    with record(activities=[ProfilerActivity.CUDA]) as found:
+        call()
+        torch.cuda.synchronize()
+    to.write_text(found.key_averages().table(sort_by="self_cuda_time_total", row_limit=30, max_name_column_width=60))
 
 
 def main() -> None:
@@ -208,9 +199,10 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=8192, help="tokens of a sampler's step")
     parser.add_argument("--pack", type=int, default=16384, help="tokens of a learner's pass")
     parser.add_argument("--recipes", nargs="+", default=["bf16", "nvfp4_per_token"])
+    parser.add_argument("--parts", nargs="+", default=["whole", "decode"], choices=["whole", "decode"])
     parser.add_argument("--tiny", action="store_true", help="toy widths, on the CPU")
-    parser.add_argument("--profile", action="store_true", help="write the kernels of one step of each kind to --out")
-    parser.add_argument("--out", type=Path, help="folder for qwen3_30b.json")
+    parser.add_argument("--profile", action="store_true", help="write the kernels of each graph to --out")
+    parser.add_argument("--out", type=Path, default=Path(), help="folder; rows are added to its qwen3_30b.jsonl")
     args = parser.parse_args()
     device = resolve("cpu" if args.tiny else "cuda")
     sizes = WIDTHS | dict(num_layers=args.layers, sparse_layers=(True,) * args.layers) | (TINY if args.tiny else {})
@@ -220,21 +212,27 @@ def main() -> None:
     size, rate = parameter_bytes(model.config), copy_rate(device)
     print(f"{args.layers} layers, {size / 1e9:.1f} GB of weights made in {time.perf_counter() - begin:.1f} s; copies "
           f"move {rate / 1e12:.2f} TB/s", flush=True)  # fmt: skip
-    result = {"sizes": sizes, "weights_gb": size / 1e9, "copy_tb_s": rate / 1e12}
+
+    def note(row: dict) -> None:
+        print(json.dumps(row), flush=True)
+        with open(args.out / "qwen3_30b.jsonl", "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    note({"machine": f"{machine}, torch {torch.__version__}", "layers": args.layers, "weights_gb": size / 1e9}
+         | {"copy_tb_s": rate / 1e12})  # fmt: skip
     for recipe in args.recipes:
         model.set_recipe(recipe)
-        found = result[recipe] = {"whole": whole(model, args)}
-        print(json.dumps(found["whole"]), flush=True)
-        found["decode"] = decode_rows(model, args, rate)
+        if "whole" in args.parts:
+            note(found := whole(model, args))
+            assert found["differing"] == 0, "the sampler's and the learner's log-probs differ"
+            print(f"{recipe}: gap 0 over {found['tokens']:,} tokens", flush=True)
+        for row in decode_rows(model, args, rate) if "decode" in args.parts else ():
+            note(row)
         if device.type == "cuda":
-            found["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
-            found["reserved_gib"] = torch.cuda.max_memory_reserved(device) / 2**30
-            print(f"{recipe}: peak {found['peak_gib']:.1f} GiB allocated, {found['reserved_gib']:.1f} GiB reserved")
+            peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+            note({"bench": "memory", "recipe": recipe, "peak_gib": peak / 2**30, "reserved_gib": reserved / 2**30})
             torch.cuda.reset_peak_memory_stats(device)
-        if args.out is not None:
-            (args.out / "qwen3_30b.json").write_text(json.dumps(result, indent=1))
-        assert found["whole"]["differing"] == 0, "the sampler's and the learner's log-probs differ"
-        print(f"{recipe}: gap 0 over {found['whole']['tokens']:,} tokens", flush=True)
 
 
 if __name__ == "__main__":
