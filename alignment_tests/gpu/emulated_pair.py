@@ -1,6 +1,6 @@
 """pair_product.cu's own text on a CPU (warpgroup_pair.h), as emulated_prefill.py has attention's: pair after pair.
 
-A pair that waited for one behind it would wait for ever.
+So a pair that waited for one that has not begun would wait for ever; here it goes on without, and has other bits.
 """
 
 import ctypes
@@ -24,20 +24,21 @@ CALLS = {
     "mov.u32 %0, %%cluster_ctarank": "r = block_rank();",
     "barrier.cluster": "whole_cluster->arrive_and_wait();",
     "{.reg .u32 there": "barrier_arrive(address(barrier), 0, block);",
+    "{.reg .u32 its": "value = first_of(address(at));",
     "ldmatrix": "load_turned(matrices(half) + j * 2048, pairs);",
     "stmatrix": "store_turned(matrices(half) + j * 2048, pairs);",
-    "ld.acquire.gpu": "seen = std::atomic_ref<int>(*done).load();",
+    "ld.acquire.gpu": "seen = std::max(turn, std::atomic_ref<int>(*done).load());",
     "st.release.gpu": "std::atomic_ref<int>(*done).store(turn + 1);",
     **emulated_prefill.CALLS,
 }  # fmt: skip
 ENTRY = """
 extern "C" void run(int blocks, const TensorMap *x, const TensorMap *w, u16 *y, const int *schedule,
         const float *weights, const i64 *order, const u16 *other, float4 *lanes, int *done, int tiles, int N, int K,
-        float *out) {
+        float *out, int backwards) {
     launch(blocks, 384, SHARED, [=] {
         gridDim.x = blocks;
         pair_product(*x, *w, y, schedule, weights, order, other, lanes, done, tiles, N, K);
-    }, 2);
+    }, 2, backwards);
 #if WEIGHTED
     launch(4 * tiles, 128, 0, [=] { lane_trees(schedule, tiles, lanes, order, out); });
 #endif
@@ -86,14 +87,17 @@ def schedule_of(offsets: list[int]) -> tuple[Tensor, int]:
     return torch.tensor([x for tile in tiles for x in tile] + [len(tiles)], dtype=torch.int32), len(tiles)
 
 
-def dx(folder, dy, w, out, programs: int, offsets: list[int], weights=None, order=None, x=None, text=None):
-    """Fills out by `programs` pairs of blocks -> the dots, if there are weights. offsets: of the experts' rows."""
+def dx(folder, dy, w, out, programs: int, offsets: list[int], weights=None, order=None, x=None, text=None,
+    backwards=False):  # fmt: skip
+    """Fills out by `programs` pairs of blocks -> the dots, if there are weights. offsets: of the experts' rows;
+    backwards: the last pair begins first."""
     (R, K), N = dy.shape, out.shape[1]
     schedule, tiles = schedule_of(offsets)
-    lanes, done, dots = torch.empty(tiles, 2, 16, 128, 4), torch.zeros(tiles, 2, dtype=torch.int32), torch.empty(R)
+    lanes, dots = torch.full((tiles, 2, 16, 128, 4), torch.nan), torch.empty(R)
+    done = torch.zeros(2 * tiles + 1, dtype=torch.int32)
     maps = [(ctypes.c_uint64 * 16)(m.data_ptr(), *m.shape, 64, 64, 2) for m in (dy, w.view(-1, N))]
     tensors = out, schedule, weights, order, x, lanes, done, dots
     *pointers, last = (None if t is None else ctypes.c_void_p(t.data_ptr()) for t in tensors)
     text, defines = text or cuda.source_of(pair_product.SOURCE), pair_product.defines(weights is not None)
-    library(str(folder), text, defines).run(2 * programs, *maps, *pointers, tiles, N, K, last)
+    library(str(folder), text, defines).run(2 * programs, *maps, *pointers, tiles, N, K, last, int(backwards))
     return dots

@@ -1,6 +1,7 @@
 """The CUDA C++ of the experts of few tokens on a CPU: the operators' bits, and faults in its text that are seen."""
 
 import shutil
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,15 @@ from alignment_tests.bits import assert_bits_equal
 from alignment_tests.gpu import cuda_host
 from alignment_tests.gpu import emulated_experts as emulated
 from alignment_tests.gpu.experts_cases import case, operand, reference
-from minitransformer.ops.gpu import cuda, few_experts
+from minitransformer.ops.gpu import (
+    cuda,
+    device,
+    dispatch,
+    few_experts,
+    quantised_experts,
+    quantised_linear,
+    quantised_rows,
+)
 
 
 def check(folder, T, slots, E, D, F, blocks, text=None, same=False, **changes) -> None:
@@ -79,6 +88,30 @@ def test_a_fault_in_the_text_is_seen(fault, tmp_path):
     text = cuda_host.faulty(cuda.source_of(few_experts.SOURCE), *FAULTS[fault]) + f"// {fault}\n"
     with pytest.raises(AssertionError, match="differ"):
         check(tmp_path, 3, 3, 4, 128, 64, 3, text, WARPS=2, AT_ONCE=2, DEPTH=3, SHARED=1 << 17)
+
+
+@pytest.mark.parametrize(("processors", "each", "taken"), [(132, 1, True), (132, 0, False), (30, 1, True)])
+def test_blocks_that_meet_all_run_at_once(processors, each, taken, monkeypatch):
+    """With fewer processors there are fewer blocks; where a block does not fit, other kernels serve."""
+    asked, home = [], torch.device("cuda", 7)
+    monkeypatch.setattr(device, "multiprocessors", lambda _: processors)
+    monkeypatch.setattr(cuda, "kernel", lambda *how: dict(how[3]))
+    monkeypatch.setattr(cuda, "at_once", lambda sizes, *_: asked.append(sizes["BLOCKS"]) or each)
+    monkeypatch.setattr(device, "counters", lambda _: torch.zeros(4))
+    monkeypatch.setattr(few_experts, "on", lambda _: nullcontext())
+    monkeypatch.setattr(quantised_rows, "operand", lambda *_: ())
+    few_experts._meet.cache_clear()
+    x, plan, routed, weights = case(1, 2, 3, 1024, 64)
+    operands = [operand(weights[name]) for name in ("gate_up", "down")]
+    assert few_experts.takes(home, plan, *operands) == taken and asked == [min(processors, 64)]
+    monkeypatch.setattr(few_experts, "takes", lambda _, *rest, ask=few_experts.takes: ask(home, *rest))
+    monkeypatch.setattr(few_experts, "forward", lambda *_: "one kernel")
+    monkeypatch.setattr(quantised_linear, "forward", lambda *_, **__: "five kernels")
+    monkeypatch.setattr(quantised_linear, "joins_swiglu", lambda *_: False)
+    monkeypatch.setattr(dispatch, "combine", lambda y, *_: y)
+    got = quantised_experts.forward(x, plan, routed, *operands)
+    assert got == ("one kernel" if taken else "five kernels")
+    few_experts._meet.cache_clear()
 
 
 def test_launches_that_may_run_at_once_share_no_counter(monkeypatch):

@@ -24,18 +24,18 @@ def plan_of(counts: list[int]) -> dispatch.Plan:
     return dispatch.plan(ids[inputs.integers(1, 1 << 40, len(ids)).argsort()][:, None], len(counts))
 
 
-def plain(folder, text, programs: int, counts: list[int], N: int, K: int) -> None:
+def plain(folder, text, programs: int, counts: list[int], N: int, K: int, backwards: bool = False) -> None:
     R, plan = sum(counts), plan_of(counts)
     dy, w, out = inputs.bf16(1, R, N), inputs.bf16(2, len(counts), N, K), torch.full((R, K), 7.0, dtype=BF16)
-    emulated.dx(folder, dy, w, out, programs, list(plan.offsets), text=text)
+    emulated.dx(folder, dy, w, out, programs, list(plan.offsets), text=text, backwards=backwards)
     assert_bits_equal(out, grouped_linear.backward(dy, torch.zeros_like(out), w, plan, None, False)[0], "dX")
 
 
-def weighted(folder, text, programs: int, counts: list[int], N: int, K: int) -> None:
+def weighted(folder, text, programs: int, counts: list[int], N: int, K: int, backwards: bool = False) -> None:
     R, plan = sum(counts), plan_of(counts)
     dy, x, w = inputs.bf16(1, R, N), inputs.bf16(2, R, K), inputs.bf16(3, len(counts), N, K)
     weights, out = inputs.normal(4, R, 1).contiguous(), torch.full((R, K), 7.0, dtype=BF16)
-    dots = emulated.dx(folder, dy, w, out, programs, list(plan.offsets), weights, plan.order_R, x, text)
+    dots = emulated.dx(folder, dy, w, out, programs, list(plan.offsets), weights, plan.order_R, x, text, backwards)
     want, _, wanted = grouped_linear.backward(dy, x, w, plan, weights, False)
     assert_bits_equal(out, want, "dX")
     assert_bits_equal(dots, wanted.reshape(-1), "the routing weights' gradient")
@@ -48,6 +48,8 @@ CASES = {
     "many steps": (plain, 1, [5, 3, 20], 448, 136),
     "weighted": (weighted, 1, [5, 40, 130], 128, 256),
     "weighted, pairs that wait": (weighted, 2, [5, 40], 128, 384),
+    "weighted, the last pair begins first": (weighted, 6, [5, 40], 64, 640, True),
+    "the last pair begins first": (plain, 3, [130, 5], 128, 264, True),
 }
 
 
@@ -67,11 +69,14 @@ FAULTS = {
     "16 of the depth twice": ("rows + k * 32 / 16", "rows", "an expert without rows"),
     "the wrong 16 of the depth": ("k * 2048", "k * 1024", "an expert without rows"),
     "rows beyond the instruction's": ("rows > 64) chain<80>", "rows > 72) chain<80>", "several tiles an expert"),
-    "a row too few": ("at[0], at[1], at[2], (u", "at[0], at[1], at[2] - 1, (u", "an expert without rows"),
+    "a row too few": ("at[0], at[1], at[2], u", "at[0], at[1], at[2] - 1, u", "an expert without rows"),
     "another row's weight": ("[order[tile.first + thread]]", "[tile.first + thread]", "weighted"),
     "another order of the lanes": ("int n = 16; n >= 4; n /= 2", "int n = 4; n <= 16; n *= 2", "weighted"),
-    "dots of rounded values": ("<< 16) * d[i];", "<< 16) * bf16(nearest_bf16(d[i]));", "weighted"),
-    "lanes that begin anew": ("turn == 0 ?", "turn % 2 == 0 ?", "weighted, pairs that wait"),
+    "dots of rounded values": ("<< 16) * d[half][i];", "<< 16) * bf16(nearest_bf16(d[half][i]));", "weighted"),
+    "lanes that begin anew": ("turn == 0 ?", "turn <= 1 ?", "weighted, pairs that wait"),
+    "pairs numbered by their place": (
+        "WEIGHTED ? read_first(&at.pair) : blockIdx.x / 2", "blockIdx.x / 2", "weighted, the last pair begins first",
+    ),
 }  # fmt: skip
 
 

@@ -147,9 +147,11 @@ static bool arrived(unsigned barrier) {
     return barrier_at(barrier) == 0;
 }
 
-// Every thread of every block, cluster after cluster.
-template <class Kernel> static void launch(int blocks, int threads, int shared, Kernel kernel, int together = 1) {
-    for (int first = 0; first < blocks; first += together) {
+// Every thread of every block, cluster after cluster; from the last to the first if `backwards`.
+template <class Kernel> static void launch(
+        int blocks, int threads, int shared, Kernel kernel, int together = 1, bool backwards = false) {
+    for (int done = 0; done < blocks; done += together) {
+        const int first = backwards ? blocks - together - done : done;
         cluster.clear();
         for (int i = 0; i < together; i++) cluster.push_back(std::make_unique<Block>(threads, shared));
         whole_cluster = std::make_unique<std::barrier<>>(together * threads);

@@ -7,6 +7,8 @@ template <class T> static T __ldcg(const T *at) { return *at; }
 template <class T> static void __stcg(T *at, T value) { *at = value; }
 template <class T> static void __stcs(T *at, T value) { *at = value; }
 static void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+static int atomicAdd(int *at, int more) { return std::atomic_ref<int>(*at).fetch_add(more); }
+static int first_of(unsigned at) { return *(int *)(cluster[0]->memory + (at & OFFSET)); }
 
 // d (64 x N) of a and b, tiles in shared memory whose 64 or N rows, or columns where turned, descriptors name.
 static float element(unsigned long long tile, int i, int k, bool turned) {

@@ -104,6 +104,16 @@ def kernel(home: torch.device, file: str, name: str, defines: tuple[tuple[str, i
     return function
 
 
+def at_once(function, threads: int, shared: int) -> int:
+    """How many blocks of a kernel a multiprocessor runs at the same time; 0 if one is too large for it."""
+    found, driver = ctypes.c_int(), _driver()
+    code = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+        ctypes.byref(found), function, threads, ctypes.c_size_t(shared)
+    )
+    _done(code, driver, f"occupancy of {threads} threads with {shared} B of shared memory")
+    return found.value
+
+
 class _Attribute(ctypes.Structure):
     """CUlaunchAttribute."""
 
@@ -127,7 +137,8 @@ def launch(
     128 bytes.
 
     early: the kernel may begin before the one in front of it has ended (programmatic dependent launch), and waits by
-    griddepcontrol.wait where it must. meets: its blocks wait for each other, so all must run at once.
+    griddepcontrol.wait where it must. meets: its blocks wait for each other, so all must run at once (a cooperative
+    launch, which the driver refuses where they can't: fewer processors in a part of a GPU, say).
     """
     if watching() is not None:
         arguments = list(arguments)

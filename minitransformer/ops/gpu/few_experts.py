@@ -59,12 +59,23 @@ def defines(T: int, slots: int, D: int, F: int, blocks: int) -> tuple[tuple[str,
     return tuple(values.items())
 
 
+@lru_cache
+def _meet(home: torch.device, how: tuple[tuple[str, int], ...]) -> bool:
+    """Whether all blocks run at once, as they must."""
+    sizes = dict(how)
+    with on(home):
+        function = cuda.kernel(home, SOURCE, "experts", how, sizes["SHARED"])
+        each = cuda.at_once(function, 32 * sizes["WARPS"], sizes["SHARED"])
+    return each * device.multiprocessors(home) >= sizes["BLOCKS"]
+
+
 def takes(home: torch.device, plan: Plan, gate_up: tuple[Tensor, Tensor], down: tuple[Tensor, Tensor]) -> bool:
     """Whether the kernel serves these tokens and (packed weight, outer scales) of both products."""
     (T, slots), D, F = plan.rows_TK.shape, down[1].shape[1], gate_up[1].shape[1] // 2
     if not 1 <= T <= MOST or not 1 <= slots <= 16 or D % UNIT_COLUMNS or F % UNIT_COLUMNS or 0 in (D, F):
         return False
-    return dict(defines(T, slots, D, F, _blocks(home, D)))["DEPTH"] >= 2 and _is_room(home)
+    how = defines(T, slots, D, F, _blocks(home, D))
+    return dict(how)["DEPTH"] >= 2 and _is_room(home) and _meet(home, how)
 
 
 def forward(

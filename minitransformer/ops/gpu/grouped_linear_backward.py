@@ -1,7 +1,7 @@
 """grouped_linear/1 on Hopper, its gradients (ops/grouped_linear.py has the spec).
 
 dX: a tile of one expert's rows, a chain over n. dW: a tile of one expert's weight, a chain over that expert's rows,
-which one program walks from the first to the last. No program waits for another, nothing is added by atomics.
+which one program walks from the first to the last. Nothing is added by atomics.
 With the backward `mxfp8` the same kernels run on operands that were rounded before (mxfp8.py).
 """
 
@@ -116,13 +116,13 @@ DW = Tile(128, 128, 64, 4, 6, pingpong=True)
 PLAIN = Tile(64, 64, 32, 4, 3)  # where a row is no multiple of 16 bytes, which the copy engine refuses
 
 
-def choose(rows: int, experts: int, N: int, K: int, programs: int) -> tuple[Tile, Tile, Tile]:
+def choose(rows: int, experts: int, N: int, K: int) -> tuple[Tile, Tile, Tile]:
     """(dX, dX with routing weights, dW) for the average rows of an expert; the fastest on an H200."""
     size = 0 if rows <= 16 * experts else 1
     dx, weighted = size, size
     if rows > 48 * experts:
         dx = 2 if pair_product.fits(N, K) else size
-        weighted = 2 if pair_product.weighted_fits(N, K, programs) else size
+        weighted = 2 if pair_product.weighted_fits(N, K) else size
     return DX_CANDIDATES[dx], WEIGHTED_CANDIDATES[weighted], DW
 
 
@@ -191,7 +191,7 @@ def backward(
         dots = None if weights is None else torch.zeros_like(weights)
         return torch.zeros_like(x), torch.zeros_like(w) if need_dw else None, dots
     copied = N % 8 == 0 and K % 8 == 0 and all(t.data_ptr() % 16 == 0 for t in (dy, x, w))
-    tiles = tiles or choose(R, E, N, K, device.multiprocessors(home))
+    tiles = tiles or choose(R, E, N, K)
     for_dx, for_weighted, for_dw = tiles if copied else (None, None, None)
     low = backward_format == "mxfp8"
     with on(home):

@@ -7,8 +7,9 @@
 // quarter off what goes through the L2 cache.
 //
 // WEIGHTED: dX times the routing weights, whose own gradient is the lane sum over a row of dX before that, times `other`. A
-// lane, the column modulo 128, has its sum passed on from a tile of 128 columns to the next through memory. Pairs that have
-// the tiles of the same rows run at the same time, and each waits for those before it alone, which began before it.
+// lane, the column modulo 128, belongs to one block of a pair, which has 64 lanes of two of their columns; the sums are
+// passed on to the pair with the next 256 columns through memory. A pair waits for those before it alone, which began
+// before it: pairs are numbered as they begin, since CUDA promises no order.
 //
 // Compiled with: WEIGHTED, STAGES, SHARED (bytes). Here x is dY [R, K], w [experts * K, N], y is dX [R, N].
 
@@ -17,6 +18,7 @@
 #define DEPTH 64
 #define ROWS 128
 #define COLUMNS 128  // of a block
+#define APART (WEIGHTED ? 128 : 64)  // from the one half of a block's columns to the other
 #define CELLS 5  // of schedule.py
 #include "wide_mma.cuh"
 
@@ -25,16 +27,17 @@ struct Shared {
     char out[2][2][2 * BOX];  // of a group: its rows of 64 columns, and of the next 64
     float weights[2][ROWS];
     u64 full[STAGES], empty[STAGES], turns[2];
+    int pair;
 };
 static_assert(sizeof(Shared) == SHARED, "pair_product.py counts other bytes");
 
 struct Sizes { const int *schedule; int tiles, N, K; };
 
 // other [R, N] BF16. lanes: [tile of rows, half of its lanes, 8 rows of 16, thread], two rows of two lanes. done: [tile of
-// rows, half]: how many tiles of columns are in the lanes.
+// rows, half]: how many of the pairs of columns are in the lanes; then how many pairs of blocks have begun.
 struct Dots { const u16 *other; float4 *lanes; int *done; };
 
-// Rows from `first` to `end` of an expert and this block's columns from `column` on.
+// Rows from `first` to `end` of an expert and this block's columns: 64 from `column` on, 64 from APART further.
 struct Tile { int number, expert, first, end, column; };
 
 // Tile number t of all, whose two columns of tiles a pair of blocks takes: the rows of one expert after another, so that
@@ -44,17 +47,19 @@ __device__ __forceinline__ Tile place(const Sizes &in, int t) {
     const int *at = in.schedule + t / pairs * CELLS;
     const int base = WEIGHTED ? t / pairs : at[3], rows = WEIGHTED ? 1 : at[4], u = t - base * pairs, i = base + u % rows;
     at = in.schedule + i * CELLS;
-    return {i, at[0], at[1], at[2], (u / rows * 2 + (int)rank()) * COLUMNS};
+    return {i, at[0], at[1], at[2], u / rows * 2 * COLUMNS + (int)rank() * (WEIGHTED ? 64 : COLUMNS)};
 }
 
 __device__ __forceinline__ int count(const Sizes &in) {
     return in.tiles * ((in.N + 2 * COLUMNS - 1) / (2 * COLUMNS));
 }
 
+__device__ __forceinline__ int pair_of(const Shared &at) { return WEIGHTED ? read_first(&at.pair) : blockIdx.x / 2; }
+
 __device__ __forceinline__ void produce(Shared &at, const Sizes &in, const TensorMap *x, const TensorMap *w) {
     const int own = rank();
     int step = 0;
-    for (int t = blockIdx.x / 2; t < count(in); t += gridDim.x / 2) {
+    for (int t = pair_of(at); t < count(in); t += gridDim.x / 2) {
         const Tile tile = place(in, t);
         const int boxes = (tile.end - tile.first + 63) / 64;
         for (int k = 0; k < in.K; k += DEPTH, step++) {
@@ -63,7 +68,7 @@ __device__ __forceinline__ void produce(Shared &at, const Sizes &in, const Tenso
             expect(&at.full[slot], (2 + boxes) * BOX);
 #pragma unroll
             for (int b = 0; b < 2; b++)
-                load(at.w[slot] + b * BOX, w, tile.column + 64 * b, tile.expert * in.K + k, &at.full[slot]);
+                load(at.w[slot] + b * BOX, w, tile.column + APART * b, tile.expert * in.K + k, &at.full[slot]);
             if (own < boxes) load_both(at.x[slot] + own * BOX, x, k, tile.first + 64 * own, &at.full[slot]);
         }
     }
@@ -128,10 +133,11 @@ struct Group {
 
     // This thread's element of line 0 in a matrix [R, N], of 64 columns, and whether line j is inside.
     __device__ __forceinline__ i64 element(const Tile &tile, int half) const {
-        return (i64)(tile.first + threadIdx.x % 128 / 8) * in.N + tile.column + half * 64 + threadIdx.x % 8 * 8;
+        return (i64)(tile.first + threadIdx.x % 128 / 8) * in.N + tile.column + half * APART + threadIdx.x % 8 * 8;
     }
     __device__ __forceinline__ bool inside(const Tile &tile, int half, int j) const {
-        return tile.first + threadIdx.x % 128 / 8 + 16 * j < tile.end && tile.column + half * 64 + threadIdx.x % 8 * 8 < in.N;
+        const int column = tile.column + half * APART + threadIdx.x % 8 * 8;
+        return tile.first + threadIdx.x % 128 / 8 + 16 * j < tile.end && column < in.N;
     }
 
     // `other` to where the outputs will lie.
@@ -154,9 +160,10 @@ struct Group {
             + ((2 * warp + lane / 8 % 2 ^ lane % 8) << 4);
     }
 
-    // lanes + fl(other * g) of 64 columns, for `other` as the tensor core would have given it.
-    __device__ __forceinline__ void add(const float (&d)[64], const Tile &tile, int half) const {
-        const int part = tile.number * 2 + half, turn = tile.column / COLUMNS;
+    // lanes + fl(other * g) of this block's lanes, two columns each, for `other` as the tensor core would have given it.
+    __device__ __forceinline__ void add(const float (&d)[2][64], const Tile &tile) const {
+        const int part = tile.number * 2 + (int)rank(), turn = tile.column / (2 * COLUMNS);
+        const int halves = tile.column + APART < in.N ? 2 : 1;
         int *done = dots.done + part;
         if (threadIdx.x % 128 == 0 && turn > 0) {
             int seen;
@@ -168,21 +175,24 @@ struct Group {
 #pragma unroll
         for (int j = 0; j < 16; j++) sums[j] = turn == 0 ? float4{0, 0, 0, 0} : __ldcg(lanes + j * 128);
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            u32 pairs[4];
-            asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3]) : "r"(matrices(half) + j * 2048));
+        for (int half = 0; half < 2; half++)
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const int i = 8 * j + 4 * h;
-                float4 &sum = sums[2 * j + h];
-                sum.x += __uint_as_float(pairs[2 * h] << 16) * d[i];
-                sum.y += __uint_as_float(pairs[2 * h] & 0xffff0000) * d[i + 1];
-                sum.z += __uint_as_float(pairs[2 * h + 1] << 16) * d[i + 2];
-                sum.w += __uint_as_float(pairs[2 * h + 1] & 0xffff0000) * d[i + 3];
-                __stcg(lanes + (2 * j + h) * 128, sum);
+            for (int j = 0; j < 8 && half < halves; j++) {
+                u32 pairs[4];
+                asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                    : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3]) : "r"(matrices(half) + j * 2048));
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const int i = 8 * j + 4 * h;
+                    float4 &sum = sums[2 * j + h];
+                    sum.x += __uint_as_float(pairs[2 * h] << 16) * d[half][i];
+                    sum.y += __uint_as_float(pairs[2 * h] & 0xffff0000) * d[half][i + 1];
+                    sum.z += __uint_as_float(pairs[2 * h + 1] << 16) * d[half][i + 2];
+                    sum.w += __uint_as_float(pairs[2 * h + 1] & 0xffff0000) * d[half][i + 3];
+                }
             }
-        }
+#pragma unroll
+        for (int j = 0; j < 16; j++) __stcg(lanes + j * 128, sums[j]);
         meet(which);  // and what all have written is released by one
         if (threadIdx.x % 128 == 0) asm volatile("st.release.gpu.b32 [%0], %1;" :: "l"(done), "r"(turn + 1) : "memory");
     }
@@ -232,16 +242,16 @@ __device__ __forceinline__ void consume(
     const int thread = threadIdx.x % 128, steps = (in.K + DEPTH - 1) / DEPTH, pairs = gridDim.x / 2;
     Group group{at, in, dots, __shfl_sync(~0u, (int)threadIdx.x / 128, 0)};
     int turn = 0;
-    for (int t = blockIdx.x / 2 + group.which * pairs; t < count(in); t += 2 * pairs, turn++) {
+    const int pair = __shfl_sync(~0u, pair_of(at), 0);  // so the compiler sees that a warp stays together
+    for (int t = pair + group.which * pairs; t < count(in); t += 2 * pairs, turn++) {
         const Tile tile = place(in, t);
         const int rows = tile.end - tile.first;
         // Behind a barrier that everyone has passed since the last tile's were read.
         if (WEIGHTED) at.weights[group.which][thread] = thread < rows ? weights[order[tile.first + thread]] : 0;
-        const bool summed = WEIGHTED && tile.column < in.N;
         float d[2][64];
-        if (summed) group.fetch(tile);
+        if (WEIGHTED) group.fetch(tile);
         group.chain(d, rows, (2 * turn + group.which) * steps, turn);
-        if (summed) group.add(d[0], tile, 0), group.add(d[1], tile, 1);
+        if (WEIGHTED) group.add(d, tile);
         group.store(d, tile, y);
     }
 }
@@ -273,7 +283,7 @@ extern "C" __global__ void lane_trees(const int *schedule, int tiles, const floa
 #endif
 
 // All BF16 but FP32 weights; schedule: schedule.py. WEIGHTED: y times weights[order[row]]; the pairs of the grid are a
-// multiple of those that a row of y needs.
+// multiple of those that a row of y needs, so that each keeps its columns. done: zeros, [2 * tiles + 1].
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) pair_product(
         const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, u16 *y, const int *schedule,
         const float *weights, const i64 *order, const u16 *other, float4 *lanes, int *done, int tiles, int N, int K) {
@@ -285,6 +295,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) p
         for (int i = 0; i < STAGES; i++) init(&at.full[i], 1), init(&at.empty[i], 8);
         init(&at.turns[0], 4), init(&at.turns[1], 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        if (WEIGHTED && rank() == 0) at.pair = atomicAdd(done + 2 * tiles, 1);
     }
     meet_pair();
     if (threadIdx.x < 256) {

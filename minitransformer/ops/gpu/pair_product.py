@@ -14,8 +14,8 @@ TILE = Tile(ROWS, COLUMNS, DEPTH, 4, STAGES, pair=True)
 
 
 def shared() -> int:
-    """Bytes of shared memory: the ring, what two groups turn, their rows' weights and the barriers."""
-    return STAGES * (4 * 8192 + 16) + 4 * 2 * 8192 + 2 * 4 * ROWS + 16
+    """Bytes of shared memory: the ring, what two groups turn, their rows' weights, the barriers and a number."""
+    return STAGES * (4 * 8192 + 16) + 4 * 2 * 8192 + 2 * 4 * ROWS + 16 + 8
 
 
 def defines(weighted: bool) -> tuple[tuple[str, int], ...]:
@@ -27,9 +27,9 @@ def fits(N: int, K: int) -> bool:
     return N % DEPTH == 0 and K % 8 == 0
 
 
-def weighted_fits(N: int, K: int, programs: int) -> bool:
-    """Whether weighted_dx serves W [E, N, K]: a lane sum ends with a whole tile, and a row's tiles run at one time."""
-    return fits(N, K) and K % COLUMNS == 0 and cdiv(K, 2 * COLUMNS) <= programs // 2
+def weighted_fits(N: int, K: int) -> bool:
+    """Whether weighted_dx serves W [E, N, K]: every lane has as many columns."""
+    return fits(N, K) and K % COLUMNS == 0
 
 
 def dx(dy: Tensor, w: Tensor, out: Tensor, bounds: Tensor) -> None:
@@ -47,14 +47,14 @@ def weighted_dx(
 ) -> None:
     """As dx, then scaled by weights[order[r]], FP32. Fills dots[order[r]], FP32 too, with the lane sum over k of
     x [R, K] times dX before that."""
-    programs = device.multiprocessors(dy.device)
-    if not weighted_fits(*w.shape[1:], programs):
+    if not weighted_fits(*w.shape[1:]):
         raise ValueError(f"pair_product.weighted_dx: W {tuple(w.shape)} is not in whole tiles of {DEPTH} x {COLUMNS}")
     schedule, bound = schedule_of(bounds, dy.shape[0], ROWS, 8)
     across = cdiv(out.shape[1], 2 * COLUMNS)
     lanes = torch.empty(bound, 2, 16, 128, 4, dtype=torch.float32, device=dy.device)
-    done = torch.zeros(bound, 2, dtype=torch.int32, device=dy.device)
-    pairs = min(programs // 2 // across * across, bound * across)
+    done = torch.zeros(2 * bound + 1, dtype=torch.int32, device=dy.device)
+    # As many as run at once, for speed: a pair waits only for those that began before it.
+    pairs = min(max(device.multiprocessors(dy.device) // 2 // across, 1), bound) * across
     _launch(dy, w, out, schedule, bound, pairs, True, weights, order, x, lanes, done)
     trees = cuda.kernel(dy.device, SOURCE, "lane_trees", defines(True))
     cuda.launch(trees, 4 * bound, 128, 0, (schedule, bound, lanes, order, dots))

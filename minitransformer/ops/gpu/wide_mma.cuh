@@ -12,6 +12,14 @@ __device__ __forceinline__ void arrive_at(u64 *barrier, u32 block) {
         "mbarrier.arrive.shared::cluster.b64 _, [there];}" :: "r"(address(barrier)), "r"(block) : "memory");
 }
 
+// What the first block of the pair has there, after meet_pair.
+__device__ __forceinline__ int read_first(const int *at) {
+    int value;
+    asm volatile("{.reg .u32 its; mapa.shared::cluster.u32 its, %1, 0;\nld.shared::cluster.s32 %0, [its];}"
+        : "=r"(value) : "r"(address(at)) : "memory");
+    return value;
+}
+
 // For both blocks.
 __device__ __forceinline__ void load_both(char *to, const TensorMap *map, int column, int row, u64 *barrier) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
