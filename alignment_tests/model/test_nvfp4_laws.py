@@ -13,7 +13,7 @@ from minitransformer.learner.learner import Learner
 from minitransformer.learner.packing import Sample
 from minitransformer.models.qwen3_moe.experts import QuantisedExperts
 from minitransformer.ops import nvfp4
-from minitransformer.recipe import RECIPES, Recipe, get
+from minitransformer.recipe import RECIPES, get
 from minitransformer.sampler.sampler import Sampler
 
 INVARIANT = ["nvfp4_per_token", "nvfp4_per_row", "w4a16", "w4a8_mxfp8"]
@@ -150,46 +150,6 @@ def test_gradients_point_where_bf16_points():
         assert cosine > 0.6, (name, cosine)
 
 
-def test_overrides_choose_by_layer():
-    model = tiny_model(1)
-    recipe = get("nvfp4_per_token").with_overrides([("2", "bf16")], model.config.num_layers)
-    model.set_recipe(recipe)
-    trace = Trace()
-    with torch.no_grad():
-        model(Batch.packed([[1, 2, 3]]), trace=trace)
-    assert "layers.0.gate_up_codes" in trace.stages and "layers.2.gate_up_codes" not in trace.stages
-    laws.learner_equals_sampler(model)
-    with pytest.raises(InputError, match="matches no layer"):
-        get("bf16").with_overrides([("layers.7.*", "bf16")], 3)
-
-
-def test_recipes_do_not_remember_earlier_ones():
-    """What was overridden before is not overridden now, also where experts exist only quantised."""
-    model = quantised_model()
-    for layer in model.layers[:1]:
-        layer.mlp.set_quantised(model.recipe, *(layer.mlp.experts.quantised(n, getattr(layer.mlp, n).weight)
-                                                for n in ("gate_up", "down")))  # fmt: skip
-    batch = Batch.packed(laws.sequences(model, (9,)))
-    model.set_recipe("nvfp4_per_token")
-    key, want = model.recipe.key, laws.logits(model, batch)
-    assert "2->bf16" in key  # the layer that has BF16 weights beside quantised ones keeps them
-    model.set_recipe(get("nvfp4_per_token").with_overrides([("0", "w4a16"), ("2", "nvfp4_per_token")], 3))
-    model.set_recipe("nvfp4_per_token")
-    assert model.recipe.key == key
-    assert_bits_equal(laws.logits(model, batch), want)
-    model.set_recipe(model.recipe)
-    assert model.recipe.key == key
-
-
-@pytest.mark.parametrize("fields", [
-    ("x", "fp8", "nvfp4", "row", "expert"), ("x", "bf16", "nvfp4", "row", ""), ("x", "nvfp4", "nvfp4", "rwo", "expert"),
-    ("x", "nvfp4", "int8", "", "expert"), ("x", "nvfp4", "bf16", "", "tensor"), ("x", "bf16", "bf16", "", "", "fp4"),
-])  # fmt: skip
-def test_formats_that_do_not_exist_are_refused(fields):
-    with pytest.raises(InputError):
-        Recipe(*fields)
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_mxfp8_backward_changes_gradients_and_nothing_else(recipe):
     model = quantised_model(recipe)
@@ -204,15 +164,6 @@ def test_the_mxfp8_backward_changes_gradients_and_nothing_else(recipe):
         assert far.item() < 0.1, (name, far)  # E4M3 has 3 bits behind the point: 2^-4 an element
 
 
-def test_overrides_of_layers_without_experts_are_refused():
-    model = tiny_model(1)  # layer 1 is dense
-    with pytest.raises(InputError, match="no layer with experts"):
-        model.set_recipe(get("bf16").with_overrides([("1", "w4a16")], 3))
-    for wrong in ([], None, "nvfp4"):
-        with pytest.raises(InputError, match="not known"):
-            model.set_recipe(wrong)
-
-
 @pytest.mark.parametrize("recipe", INVARIANT)
 def test_activations_that_are_not_finite_are_named(recipe):
     model = quantised_model(recipe)
@@ -220,24 +171,6 @@ def test_activations_that_are_not_finite_are_named(recipe):
         model.layers[0].mlp.gate_up.weight.fill_(3e38)  # FC1 overflows FP32
     with pytest.raises(InputError, match="experts.down: row 0: the input is not finite"), torch.no_grad():
         model(Batch.packed([[1, 2, 3]]))
-
-
-def test_the_recipe_is_in_the_fingerprint():
-    prints = set()
-    for name in RECIPES:
-        model = quantised_model(name)
-        prints.add(model.spec.fingerprint())
-    assert len(prints) == len(RECIPES)
-    with pytest.raises(InputError, match="recipe"):
-        quantised_model("w4a16").spec.require_same(quantised_model().spec)
-
-
-def test_a_resume_under_another_recipe_names_the_recipe(tmp_path):
-    """Not the operators that follow from it."""
-    Learner(tiny_model(1)).save(tmp_path / "run")
-    said = "spec differs: options.recipe is bf16 .* in the file and nvfp4_per_token .* here; give the model the recipe"
-    with pytest.raises(InputError, match=said):
-        Learner(quantised_model()).load(tmp_path / "run")
 
 
 def test_a_quantised_model_without_bf16_weights_scores_the_same():

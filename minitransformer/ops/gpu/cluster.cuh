@@ -2,6 +2,7 @@
 // each other. Included by attention_cluster.cu.
 
 #include "basic.cuh"
+#include "blocks.cuh"
 
 __device__ __forceinline__ void copy16(u32 to, const void *from, bool valid) {  // zeros if not valid
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
@@ -12,14 +13,6 @@ __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"
 
 template <int LEFT>
 __device__ __forceinline__ void finish() { asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory"); }
-
-// Four 8 x 8 blocks; lane 8i + j names row j of block i, and gets two neighbours of row lane / 4 of each block.
-__device__ __forceinline__ uint4 load_blocks(u32 at) {
-    uint4 v;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
-    return v;
-}
 
 // The same, turned: two neighbours of column lane / 4.
 __device__ __forceinline__ uint4 load_turned(u32 at) {

@@ -18,6 +18,7 @@
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef long long i64;
+#include "blocks.cuh"
 
 #define UNIT 576  // bytes of 16 rows x 64 columns
 #define TRIPLE 0x01C001C0u
@@ -57,13 +58,5 @@ __device__ __forceinline__ void decode(u32 word, u32 low, u32 high, u32 (&a)[4])
 __device__ __forceinline__ float load_early(const float *at) {
     float v;
     asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(at));
-    return v;
-}
-
-// Of four 8 x 8 blocks, lane 8i + j names row j of block i, and gets two neighbours of row lane / 4 of each block.
-__device__ __forceinline__ uint4 load_blocks(u32 at) {
-    uint4 v;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
     return v;
 }
