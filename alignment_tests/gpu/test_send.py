@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,21 @@ for line in sys.stdin:
 """
 
 
+@contextmanager
+def reading():
+    """-> what such a server prints of a request's body."""
+    reader = subprocess.Popen([sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def read(body) -> list[str]:
+        reader.stdin.write(body["serialized_named_tensors"][0] + "\n")
+        reader.stdin.flush()
+        return list(iter(reader.stdout.readline, "end\n"))
+
+    with reader:
+        yield read
+        reader.stdin.close()
+
+
 def bits(t: torch.Tensor) -> str:
     return t.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes().hex()
 
@@ -37,26 +53,24 @@ def test_pieces_of_a_storage_arrive_again_and_again(same_gpu):
         "rows": whole[2:5], "row": whole[5], "turned": whole.t(), "scales": scales[1:], "scale": torch.tensor(0.5),
         "codes": torch.randint(0, 256, (4, 8), device="cuda", dtype=torch.uint8),
     }  # fmt: skip
-    reader = subprocess.Popen([sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    with reader:
+    with reading() as read:
         for _ in range(3):
             with send.by_tensor(list(tensors.items()), same_gpu) as (_, body):
-                reader.stdin.write(body["serialized_named_tensors"][0] + "\n")
-                reader.stdin.flush()
-                for name, t in tensors.items():
-                    assert reader.stdout.readline() == f"{name} {t.dtype} {list(t.shape)} {bits(t)}\n"
-                assert reader.stdout.readline() == "end\n"
+                for line, (name, t) in zip(read(body), tensors.items(), strict=True):
+                    assert line == f"{name} {t.dtype} {list(t.shape)} {bits(t)}\n"
             whole.neg_()
-        reader.stdin.close()
 
 
-def test_what_nobody_has_fetched_is_freed():
-    """A quantised copy is made for each sync, and the server may be gone."""
+@pytest.mark.parametrize("fetched", [0, 1, 2])
+def test_memory_goes_with_its_tensors(fetched):
+    """A quantised copy is made for each sync; the server may be gone, or be asked to load it twice."""
     before, files = torch.cuda.memory_allocated(), len(list(Path(send.SHARED_MEMORY).glob("torch_*")))
-    for _ in range(8):
-        copy = torch.zeros(1 << 20, device="cuda")
-        with send.by_tensor([("copy", copy)]):
-            pass
-        del copy
-        assert torch.cuda.memory_allocated() == before
+    with reading() as read:
+        for n in range(6):
+            copy = torch.full((1 << 16,), float(n), device="cuda")
+            with send.by_tensor([("copy", copy)]) as (_, body):
+                for _ in range(fetched):
+                    assert len(read(body)) == 1
+            del copy
+            assert torch.cuda.memory_allocated() == before
     assert len(list(Path(send.SHARED_MEMORY).glob("torch_*"))) <= files + 1

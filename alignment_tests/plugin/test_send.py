@@ -28,6 +28,8 @@ def test_one_handle_for_all_pieces_and_all_syncs_of_a_storage(torchs):
     assert first[0] is first[1] is not first[2] and made == [96, 32]
     assert [send._handle(t.untyped_storage()) for t in (a, a[5], b[1:])] == [first[0], first[0], first[2]]
     assert made == [96, 32] and back == [(b"file", 1), (b"file", 2)]
+    _, told = first[2].__reduce__()
+    assert told == (*range(11), send.NO_COUNTER, 0, "event", False)
 
 
 def test_memory_that_is_gone_has_no_handle(torchs):

@@ -30,6 +30,7 @@ SHARD_BYTES = 4 * 10**9
 Named = Sequence[tuple[str, Tensor]]
 Request = tuple[str, dict[str, Any]]
 COUNTER = slice(11, 13)  # of the arguments of torch's rebuild_cuda_tensor: ref_counter_handle and its offset
+NO_COUNTER = b"/minitransformer-counts-nothing"
 
 
 class _Call:
@@ -92,13 +93,15 @@ def by_tensor(tensors: Named, same_gpu: bool = True) -> Iterator[Request]:
 def _handle(storage: torch.UntypedStorage) -> _Call:
     """All bytes of a storage on a GPU, one handle for its whole life.
 
-    Made by torch, which would wrap the memory once more for each new handle, and keep memory whose handle nobody has
-    fetched. Its count of who has to is given back at once: while a server reads, by_tensor keeps the tensors.
+    Made by torch, which would wrap the memory once more for each new handle, and count who has yet to fetch it: memory
+    of which nobody does is kept for ever, and so is what is fetched twice (the count has no sign). by_tensor keeps the
+    tensors while a server reads, so the count is given back at once, and the server is told one that does not exist.
     """
     address = storage.data_ptr()
     if address not in _handles:
         rebuild, arguments = reduce_tensor(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
         torch.UntypedStorage._release_ipc_counter_cuda(*arguments[COUNTER])
+        arguments = *arguments[: COUNTER.start], NO_COUNTER, 0, *arguments[COUNTER.stop :]
         _handles[address] = StorageWeakRef(storage), _Call(rebuild, *arguments)
     return _handles[address][1]
 
