@@ -9,7 +9,8 @@
 ENGINE is CHECKPOINT-KIND[-graphs|-default][-bare][-VARIANT], such as wide-nvfp4-graphs or tiny-bf16-graphs-chunk64.
 CHECKPOINT may be any other directory in DIR too: a real checkpoint, such as that of `make demo`.
 bare: no weights but those that `laws` sends first (make wide.bare, wide.packed.bare). KIND is bf16, nvfp4 (from the
-BF16 checkpoint), packed (from NVFP4 made of it: make tiny.packed), stock or deterministic, both SGLang's own model.
+BF16 checkpoint), packed (from NVFP4 made of it: make tiny.packed), or SGLang's own model: stock and deterministic with
+its Triton kernels, own and owndeterministic with what it chooses by itself.
 graphs: of --batches; default: SGLang's own choice of graphs. VARIANT (h200_engines.py) is compared with the engine of
 the name without it, which must be kept too.
 docs/sglang.md says how SGLang gets onto such a machine. --cpu runs all of it on the CPU, to try the script.

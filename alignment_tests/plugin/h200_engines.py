@@ -37,7 +37,9 @@ VARIANTS = {"chunk16": ["--chunked-prefill-size", "16"], "chunk64": ["--chunked-
             "page16": ["--page-size", "16"],
             "small": ["--max-total-tokens", "300", "--schedule-conservativeness", "0.1"]}  # fmt: skip
 KINDS = {"bf16": [], "packed": [], "nvfp4": RECIPE, "stock": STOCK,
-         "deterministic": [*STOCK, "--enable-deterministic-inference"]}  # fmt: skip
+         "deterministic": [*STOCK, "--enable-deterministic-inference"],
+         "own": [], "owndeterministic": ["--enable-deterministic-inference"]}  # fmt: skip
+OWN_CHOICES = ("attention_backend", "sampling_backend", "moe_runner_backend", "cuda_graph_config", "chunked_prefill_size")
 
 
 def empty(sizes: dict) -> Qwen3MoeForCausalLM:
@@ -101,7 +103,7 @@ def sizes_of(args: argparse.Namespace, name: str) -> dict:
 def arguments(args: argparse.Namespace, name: str) -> tuple[str, list[str], bool]:
     """An engine's name -> (checkpoint, its arguments, whether it is stock)."""
     size, kind, *rest = name.split("-")
-    stock = kind in ("stock", "deterministic")
+    stock = kind in ("stock", "deterministic", "own", "owndeterministic")
     # More than a batch: a prompt that is cut counts twice, so the last of a batch would run alone.
     most = str(max(args.batches) + 8)
     more = [*COMMON, "--max-total-tokens", str(args.tokens), "--max-running-requests", most, *KINDS[kind]]
@@ -127,6 +129,9 @@ def keep(args: argparse.Namespace) -> int:
                 print(f"{name}: up in {time.monotonic() - began:.1f} s; {' '.join(more)}; {server.log}", flush=True)
                 if not stock:
                     assert "miniTransformer is live" in server.log.read_text("utf-8", "replace"), server.log
+                else:
+                    told = Client(server.url).about()
+                    print(f"{name}: { {field: told.get(field) for field in OWN_CHOICES} }", flush=True)
                 if args.warm:
                     warm(args, Client(server.url))
                     print(f"{name}: warm after {time.monotonic() - began:.1f} s", flush=True)
