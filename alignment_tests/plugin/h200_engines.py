@@ -39,7 +39,7 @@ VARIANTS = {"chunk16": ["--chunked-prefill-size", "16"], "chunk64": ["--chunked-
 KINDS = {"bf16": [], "packed": [], "nvfp4": RECIPE, "stock": STOCK,
          "deterministic": [*STOCK, "--enable-deterministic-inference"],
          "own": [], "owndeterministic": ["--enable-deterministic-inference"]}  # fmt: skip
-OWN_CHOICES = ("attention_backend", "sampling_backend", "moe_runner_backend", "cuda_graph_config", "chunked_prefill_size")
+OWN_CHOICES = ("attention_backend", "sampling_backend", "moe_runner_backend", "cuda_graph_config")
 
 
 def empty(sizes: dict) -> Qwen3MoeForCausalLM:
