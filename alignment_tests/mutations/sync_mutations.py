@@ -7,7 +7,7 @@ from unittest import mock
 
 from alignment_tests.learner.tiny import tiny_model
 from alignment_tests.mutations import Mutation, patched
-from alignment_tests.plugin import test_align, test_sync
+from alignment_tests.plugin import test_align, test_send, test_sync
 from alignment_tests.plugin.fake import Fake
 from minitransformer.learner.losses import nll
 from minitransformer.learner.packing import Sample
@@ -15,7 +15,7 @@ from minitransformer.models.qwen3_moe.nvfp4_layout import MODELOPT
 from minitransformer.plugins.sglang import align, identity, send, sync
 
 _named, _quantise, _expected, _score = sync._named, sync._quantise, sync._expected, align.score
-_by_tensor = send.by_tensor
+_by_tensor, _handle = send.by_tensor, send._handle
 
 
 def arrives() -> None:
@@ -62,11 +62,16 @@ def _of_another_tensor(model, packed):
 
 
 @contextmanager
-def _by_torchs_handles(tensors):
+def _by_torchs_handles(tensors, same_gpu):
     for _, tensor in tensors:
         tensor.share_memory_()
-    with _by_tensor(tensors) as request:
+    with _by_tensor(tensors, same_gpu) as request:
         yield request
+
+
+def _handle_anew(storage):
+    send._handles.clear()
+    return _handle(storage)
 
 
 @contextmanager
@@ -94,6 +99,13 @@ MUTATIONS = [
              test_sync.test_a_server_that_computes_otherwise_fails_the_probe),
     Mutation("torch's handles, which move the parameters", "the learner is left as it was",
              patched(send, "by_tensor", _by_torchs_handles), test_sync.test_the_learner_is_left_as_it_was),
+    Mutation("a piece has a handle of its own", "one handle a storage",
+             patched(send, "_handle", _handle_anew), test_send.test_one_handle_for_all_pieces_of_a_storage),
+    Mutation("another number is given back", "no memory waits for a server that is gone",
+             patched(send, "COUNTER", slice(9, 11)), test_send.test_one_handle_for_all_pieces_of_a_storage),
+    Mutation("handles of what is gone stay", "another tensor at an address has its own handle",
+             patched(send.StorageWeakRef, "expired", lambda self: False),
+             test_send.test_memory_that_is_gone_has_no_handle),
     Mutation("specs are not compared", "another recipe is told before sampling",
              patched(identity, "_forward", lambda entries: {}), test_align.check_another_recipe),
     Mutation("weights are not compared", "other weights are told before sampling",
