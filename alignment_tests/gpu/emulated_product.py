@@ -28,8 +28,8 @@ CALLS = {
     "ldmatrix": "v = load_matrices(at);",
     "mma.sync.aligned.m16n8k16": "mma_m16n8k16(v, a, {b0, b1});",
     "cvt.rn.bf16": "bits = nearest_bf16(value);",
-    "cp.async.cg": "memcpy(shared + to, x + (i64)(first + row) * K + k, 16);",
-    "st.shared.v4": "memset(shared + to, 0, 16);",
+    "cp.async.cg": "memcpy(block_memory + to, x + (i64)(first + row) * K + k, 16);",
+    "st.shared.v4": "memset(block_memory + to, 0, 16);",
     "cp.async.wait_all": ";",
 }
 ENTRIES = """

@@ -110,6 +110,40 @@ __device__ __forceinline__ void store(void *y, i64 at, float value) {
 #endif
 }
 
+// Rows of x on their way into shared memory, whole units of them.
+__device__ __forceinline__ void fetch(u32 base, const u16 *x, int first, int rows, int units, int stride, int K) {
+    const int pieces = units * 8;
+    for (int p = threadIdx.x; p < rows * pieces; p += 32 * WARPS) {
+        int row = p / pieces, k = p % pieces * 8;
+        u32 to = base + row * stride + k * 2;
+        if (k < K)
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(x + (i64)(first + row) * K + k));
+        else  // zero weights times what lies there must be 0
+            asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" :: "r"(to), "r"(0));
+    }
+}
+
+// The sums of a warp's tiles, scaled, to y.
+__device__ __forceinline__ void scaled(const float (&acc)[TILES][GROUPS][4], const float (&row_factor)[GROUPS][2],
+        const float (&column_factor)[TILES][2], const int (&tile)[TILES], void *y, int first, int rows, int N) {
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int j = 0; j < GROUPS; j++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            int row = 8 * j + 2 * t + (c & 1);
+            if (row >= rows) continue;
+#pragma unroll
+            for (int i = 0; i < TILES; i++) {
+                int n = tile[i] * 16 + g + (c & 2 ? 8 : 0);
+                if (n >= N) continue;
+                float sum = EXACT ? acc[i][j][c] : __fmul_rn(acc[i][j][c], 524288.0f);
+                float factor = __fmul_rn(row_factor[j][c & 1], column_factor[i][c >> 1]);
+                store(y, (i64)(first + row) * N + n, __fmul_rn(sum, factor));
+            }
+        }
+}
+
 // x [R, K] BF16, bounds int64 [experts + 1], row_scale [R] or null, weight_scale [experts, N] -> y [R, N].
 // A block owns ROWS_X rows of one expert and 16 * TILES * WARPS columns of y; K is a multiple of 8. Launched early, it
 // must not stand behind the kernel that made weights or bounds.
@@ -141,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) product(const char *pac
             scales[d][i] = load_scales(scale_at[i] + d * UNIT);
         }
 
-    const int rows = min(end - first, ROWS_X), pieces = units * 8;
+    const int rows = min(end - first, ROWS_X);
     float row_factor[GROUPS][2], column_factor[TILES][2];
 #pragma unroll
     for (int i = 0; i < TILES; i++)
@@ -154,14 +188,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) product(const char *pac
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const u32 base = (u32)__cvta_generic_to_shared(shared);
-    for (int p = threadIdx.x; p < rows * pieces; p += 32 * WARPS) {
-        int row = p / pieces, k = p % pieces * 8;
-        u32 to = base + row * stride + k * 2;
-        if (k < K)
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(x + (i64)(first + row) * K + k));
-        else  // zero weights times what lies there must be 0
-            asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" :: "r"(to), "r"(0));
-    }
+    fetch(base, x, first, rows, units, stride, K);
 #pragma unroll
     for (int j = 0; j < GROUPS; j++)
 #pragma unroll
@@ -175,19 +202,5 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) product(const char *pac
     if (GROUPS == 1 || rows > 8) chain<GROUPS>(at, scale_at, mine, units, stride, acc, codes, scales);
     else chain<1>(at, scale_at, mine, units, stride, acc, codes, scales);
 
-#pragma unroll
-    for (int j = 0; j < GROUPS; j++)
-#pragma unroll
-        for (int c = 0; c < 4; c++) {
-            int row = 8 * j + 2 * t + (c & 1);
-            if (row >= rows) continue;
-#pragma unroll
-            for (int i = 0; i < TILES; i++) {
-                int n = tile[i] * 16 + g + (c & 2 ? 8 : 0);
-                if (n >= N) continue;
-                float sum = EXACT ? acc[i][j][c] : __fmul_rn(acc[i][j][c], 524288.0f);
-                float factor = __fmul_rn(row_factor[j][c & 1], column_factor[i][c >> 1]);
-                store(y, (i64)(first + row) * N + n, __fmul_rn(sum, factor));
-            }
-        }
+    scaled(acc, row_factor, column_factor, tile, y, first, rows, N);
 }
