@@ -32,12 +32,12 @@ CALLS = {
     **emulated_prefill.CALLS,
 }  # fmt: skip
 ENTRY = """
-extern "C" void run(int blocks, const TensorMap *x, const TensorMap *w, u16 *y, const int *schedule,
-        const float *weights, const i64 *order, const u16 *other, float4 *lanes, int *done, int tiles, int N, int K,
+extern "C" void run(int blocks, const TensorMap *x, const TensorMap *w, const TensorMap *other, u16 *y,
+        const int *schedule, const float *weights, const i64 *order, float4 *lanes, int *done, int tiles, int N, int K,
         float *out, int backwards) {
     launch(blocks, 384, SHARED, [=] {
         gridDim.x = blocks;
-        pair_product(*x, *w, y, schedule, weights, order, other, lanes, done, tiles, N, K);
+        pair_product(*x, *w, *other, y, schedule, weights, order, lanes, done, tiles, N, K);
     }, 2, backwards);
 #if WEIGHTED
     launch(4 * tiles, 128, 0, [=] { lane_trees(schedule, tiles, lanes, order, out); });
@@ -95,8 +95,9 @@ def dx(folder, dy, w, out, programs: int, offsets: list[int], weights=None, orde
     schedule, tiles = schedule_of(offsets)
     lanes, dots = torch.full((tiles, 2, 16, 128, 4), torch.nan), torch.empty(R)
     done = torch.zeros(2 * tiles + 1, dtype=torch.int32)
-    maps = [(ctypes.c_uint64 * 16)(m.data_ptr(), *m.shape, 64, 64, 2) for m in (dy, w.view(-1, N))]
-    tensors = out, schedule, weights, order, x, lanes, done, dots
+    mapped = dy, w.view(-1, N), dy if x is None else x
+    maps = [(ctypes.c_uint64 * 16)(m.data_ptr(), *m.shape, 64, 64, 2) for m in mapped]
+    tensors = out, schedule, weights, order, lanes, done, dots
     *pointers, last = (None if t is None else ctypes.c_void_p(t.data_ptr()) for t in tensors)
     text, defines = text or cuda.source_of(pair_product.SOURCE), pair_product.defines(weights is not None)
     library(str(folder), text, defines).run(2 * programs, *maps, *pointers, tiles, N, K, last, int(backwards))

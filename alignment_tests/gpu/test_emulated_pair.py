@@ -73,6 +73,7 @@ FAULTS = {
     "another row's weight": ("[order[tile.first + thread]]", "[tile.first + thread]", "weighted"),
     "another order of the lanes": ("int n = 16; n >= 4; n /= 2", "int n = 4; n <= 16; n *= 2", "weighted"),
     "dots of rounded values": ("<< 16) * d[half][i];", "<< 16) * bf16(nearest_bf16(d[half][i]));", "weighted"),
+    "columns of one half twice": ("tile.column + APART * half, tile.first", "tile.column, tile.first", "weighted"),
     "lanes that begin anew": ("turn == 0 ?", "turn <= 1 ?", "weighted, pairs that wait"),
     "pairs numbered by their place": (
         "WEIGHTED ? read_first(&at.pair) : blockIdx.x / 2", "blockIdx.x / 2", "weighted, the last pair begins first",

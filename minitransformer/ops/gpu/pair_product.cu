@@ -6,10 +6,10 @@
 // The two blocks of a pair take the same rows and neighbouring columns: each loads half of dY for both, which takes a
 // quarter off what goes through the L2 cache.
 //
-// WEIGHTED: dX times the routing weights, whose own gradient is the lane sum over a row of dX before that, times `other`. A
-// lane, the column modulo 128, belongs to one block of a pair, which has 64 lanes of two of their columns; the sums are
-// passed on to the pair with the next 256 columns through memory. A pair waits for those before it alone, which began
-// before it: pairs are numbered as they begin, since CUDA promises no order.
+// WEIGHTED: dX times the routing weights, whose own gradient is the lane sum over a row of dX before that, times `other` [R,
+// N] (which a warp more loads). A lane, the column modulo 128, belongs to one block of a pair, which has 64 lanes of two of
+// their columns; the sums are passed on to the pair with the next 256 columns through memory. A pair waits for those before it
+// alone, which began before it: pairs are numbered as they begin, since CUDA promises no order.
 //
 // Compiled with: WEIGHTED, STAGES, SHARED (bytes). Here x is dY [R, K], w [experts * K, N], y is dX [R, N].
 
@@ -26,16 +26,16 @@ struct Shared {
     char w[STAGES][2 * BOX], x[STAGES][2 * BOX];
     char out[2][2][2 * BOX];  // of a group: its rows of 64 columns, and of the next 64
     float weights[2][ROWS];
-    u64 full[STAGES], empty[STAGES], turns[2];
+    u64 full[STAGES], empty[STAGES], turns[2], came[2], left[2];
     int pair;
 };
 static_assert(sizeof(Shared) == SHARED, "pair_product.py counts other bytes");
 
 struct Sizes { const int *schedule; int tiles, N, K; };
 
-// other [R, N] BF16. lanes: [tile of rows, half of its lanes, 8 rows of 16, thread], two rows of two lanes. done: [tile of
+// lanes: [tile of rows, half of its lanes, 8 rows of 16, thread], two rows of two lanes. done: [tile of
 // rows, half]: how many of the pairs of columns are in the lanes; then how many pairs of blocks have begun.
-struct Dots { const u16 *other; float4 *lanes; int *done; };
+struct Dots { float4 *lanes; int *done; };
 
 // Rows from `first` to `end` of an expert and this block's columns: 64 from `column` on, 64 from APART further.
 struct Tile { int number, expert, first, end, column; };
@@ -71,6 +71,20 @@ __device__ __forceinline__ void produce(Shared &at, const Sizes &in, const Tenso
                 load(at.w[slot] + b * BOX, w, tile.column + APART * b, tile.expert * in.K + k, &at.full[slot]);
             if (own < boxes) load_both(at.x[slot] + own * BOX, x, k, tile.first + 64 * own, &at.full[slot]);
         }
+    }
+}
+
+// `other` to where the outputs will lie, for the groups in turn.
+__device__ __forceinline__ void fetch(Shared &at, const Sizes &in, const TensorMap *other) {
+    int n = 0;
+    for (int t = pair_of(at); t < count(in); t += gridDim.x / 2, n++) {
+        const Tile tile = place(in, t);
+        const int group = n % 2, rows = (tile.end - tile.first + 63) / 64, halves = tile.column + APART < in.N ? 2 : 1;
+        wait(&at.left[group], (n / 2 & 1) ^ 1);  // the lines before are in memory
+        expect(&at.came[group], rows * halves * BOX);
+        for (int half = 0; half < halves; half++)
+            for (int b = 0; b < rows; b++)
+                load(at.out[group][half] + b * BOX, other, tile.column + APART * half, tile.first + 64 * b, &at.came[group]);
     }
 }
 
@@ -140,19 +154,6 @@ struct Group {
         return tile.first + threadIdx.x % 128 / 8 + 16 * j < tile.end && column < in.N;
     }
 
-    // `other` to where the outputs will lie.
-    __device__ __forceinline__ void fetch(const Tile &tile) const {
-        meet(which);  // the lines before are in memory
-        uint4 lines[16];
-#pragma unroll
-        for (int j = 0; j < 16; j++) {
-            const u16 *from = dots.other + element(tile, j / 8) + (i64)16 * (j % 8) * in.N;
-            lines[j] = inside(tile, j / 8, j % 8) ? *(const uint4 *)from : uint4{0, 0, 0, 0};
-        }
-#pragma unroll
-        for (int j = 0; j < 16; j++) *line(j / 8, j % 8) = lines[j];
-    }
-
     // Lane 8q + i says where row i of matrix q lies: rows 8 (q / 2) + i of 16, columns 8 (q % 2) of the warp's 16.
     __device__ __forceinline__ u32 matrices(int half) const {
         const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
@@ -161,7 +162,7 @@ struct Group {
     }
 
     // lanes + fl(other * g) of this block's lanes, two columns each, for `other` as the tensor core would have given it.
-    __device__ __forceinline__ void add(const float (&d)[2][64], const Tile &tile) const {
+    __device__ __forceinline__ void add(const float (&d)[2][64], const Tile &tile, int round) const {
         const int part = tile.number * 2 + (int)rank(), turn = tile.column / (2 * COLUMNS);
         const int halves = tile.column + APART < in.N ? 2 : 1;
         int *done = dots.done + part;
@@ -170,6 +171,7 @@ struct Group {
             do asm volatile("ld.acquire.gpu.b32 %0, [%1];" : "=r"(seen) : "l"(done) : "memory");
             while (seen < turn);
         }
+        wait(&at.came[which], round & 1);
         meet(which);
         float4 *lanes = dots.lanes + part * 2048 + threadIdx.x % 128, sums[16];
 #pragma unroll
@@ -199,7 +201,7 @@ struct Group {
 
     // A tile: turned in shared memory, then whole lines.
     __device__ __forceinline__ void store(const float (&d)[2][64], const Tile &tile, u16 *y) const {
-        meet(which);  // the lines before are in memory
+        if (!WEIGHTED) meet(which);  // the lines before are in memory
 #pragma unroll
         for (int half = 0; half < 2; half++)
 #pragma unroll
@@ -221,6 +223,10 @@ struct Group {
             for (int j = 0; j < 8; j++)
                 if (inside(tile, half, j)) __stcs((uint4 *)(to + (i64)16 * j * in.N), lines[j]);
         }
+        if (!WEIGHTED) return;
+        show();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) arrive(&at.left[which]);
     }
 
     // Two outputs of a column, d[i] and d[i + 1], in neighbouring rows.
@@ -249,9 +255,8 @@ __device__ __forceinline__ void consume(
         // Behind a barrier that everyone has passed since the last tile's were read.
         if (WEIGHTED) at.weights[group.which][thread] = thread < rows ? weights[order[tile.first + thread]] : 0;
         float d[2][64];
-        if (WEIGHTED) group.fetch(tile);
         group.chain(d, rows, (2 * turn + group.which) * steps, turn);
-        if (WEIGHTED) group.add(d, tile);
+        if (WEIGHTED) group.add(d, tile, turn);
         group.store(d, tile, y);
     }
 }
@@ -285,8 +290,9 @@ extern "C" __global__ void lane_trees(const int *schedule, int tiles, const floa
 // All BF16 but FP32 weights; schedule: schedule.py. WEIGHTED: y times weights[order[row]]; the pairs of the grid are a
 // multiple of those that a row of y needs, so that each keeps its columns. done: zeros, [2 * tiles + 1].
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) pair_product(
-        const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, u16 *y, const int *schedule,
-        const float *weights, const i64 *order, const u16 *other, float4 *lanes, int *done, int tiles, int N, int K) {
+        const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap other,
+        u16 *y, const int *schedule, const float *weights, const i64 *order, float4 *lanes, int *done, int tiles, int N,
+        int K) {
     extern __shared__ __align__(1024) char memory[];
     Shared &at = *(Shared *)memory;
     const Sizes in{schedule, schedule[CELLS * tiles], N, K};
@@ -294,16 +300,18 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) p
 #pragma unroll
         for (int i = 0; i < STAGES; i++) init(&at.full[i], 1), init(&at.empty[i], 8);
         init(&at.turns[0], 4), init(&at.turns[1], 4);
+        init(&at.came[0], 1), init(&at.came[1], 1), init(&at.left[0], 4), init(&at.left[1], 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         if (WEIGHTED && rank() == 0) at.pair = atomicAdd(done + 2 * tiles, 1);
     }
     meet_pair();
     if (threadIdx.x < 256) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        consume(at, in, weights, order, {other, lanes, done}, y);
+        consume(at, in, weights, order, {lanes, done}, y);
     } else {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x == 256) produce(at, in, &x, &w);
+        if (WEIGHTED && threadIdx.x == 288) fetch(at, in, &other);
     }
     __syncwarp();
     meet_pair();  // no block ends while the other writes into it

@@ -15,7 +15,7 @@ TILE = Tile(ROWS, COLUMNS, DEPTH, 4, STAGES, pair=True)
 
 def shared() -> int:
     """Bytes of shared memory: the ring, what two groups turn, their rows' weights, the barriers and a number."""
-    return STAGES * (4 * 8192 + 16) + 4 * 2 * 8192 + 2 * 4 * ROWS + 16 + 8
+    return STAGES * (4 * 8192 + 16) + 4 * 2 * 8192 + 2 * 4 * ROWS + 6 * 8 + 8
 
 
 def defines(weighted: bool) -> tuple[tuple[str, int], ...]:
@@ -39,7 +39,7 @@ def dx(dy: Tensor, w: Tensor, out: Tensor, bounds: Tensor) -> None:
         raise ValueError(f"pair_product.dx: W {tuple(w.shape)} is not in multiples of {DEPTH} x 8")
     schedule, bound = schedule_of(bounds, dy.shape[0], ROWS, 8)
     pairs = min(device.multiprocessors(dy.device) // 2, bound * cdiv(out.shape[1], 2 * COLUMNS))
-    _launch(dy, w, out, schedule, bound, pairs, False, None, None, None, None, None)
+    _launch(dy, w, dy, out, schedule, bound, pairs, False, None, None, None, None)
 
 
 def weighted_dx(
@@ -55,13 +55,13 @@ def weighted_dx(
     done = torch.zeros(2 * bound + 1, dtype=torch.int32, device=dy.device)
     # As many as run at once, for speed: a pair waits only for those that began before it.
     pairs = min(max(device.multiprocessors(dy.device) // 2 // across, 1), bound) * across
-    _launch(dy, w, out, schedule, bound, pairs, True, weights, order, x, lanes, done)
+    _launch(dy, w, x, out, schedule, bound, pairs, True, weights, order, lanes, done)
     trees = cuda.kernel(dy.device, SOURCE, "lane_trees", defines(True))
     cuda.launch(trees, 4 * bound, 128, 0, (schedule, bound, lanes, order, dots))
 
 
-def _launch(dy, w, out, schedule, bound: int, pairs: int, weighted: bool, *ends) -> None:
-    maps = (Window(a, (64, 64), fetch=128) for a in (dy, w.view(-1, w.shape[2])))
+def _launch(dy, w, x, out, schedule, bound: int, pairs: int, weighted: bool, *ends) -> None:
+    maps = (Window(a, (64, 64), fetch=128) for a in (dy, w.view(-1, w.shape[2]), x))
     function = cuda.kernel(dy.device, SOURCE, "pair_product", defines(weighted), shared())
     arguments = (*maps, out, schedule, *ends, bound, out.shape[1], dy.shape[1])
     cuda.launch(function, 2 * pairs, THREADS, shared(), arguments)
