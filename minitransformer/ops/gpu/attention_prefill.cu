@@ -30,7 +30,7 @@ struct Item { int first, end, head, row0, shift, tiles; };
 struct Shared {
     char k[SLOTS][TILE], v[SLOTS][TILE];  // 64 columns (128 bytes, swizzled) x 64 keys, then the next 64 columns
     char q[GROUPS][64 * WIDTH * 2];  // 64 rows in the same way
-    float kept[GROUPS][4][OUT][32];  // of each thread of each warp: o of the segments before
+    float4 kept[GROUPS][4][OUT / 4][32];  // of each thread of each warp: o of the segments before
     Item items[2];
     u64 full_k[SLOTS], empty_k[SLOTS], full_v[SLOTS], empty_v[SLOTS];
 };
@@ -133,7 +133,7 @@ __device__ __forceinline__ void weigh(float (&s)[32], const float (&m)[2], float
 struct Group {
     Shared &at;
     const Inputs &in;
-    float (*kept)[32];  // in shared memory, this thread's
+    float4 (*kept)[32];  // in shared memory, this thread's
     float scale;
     int which, row, column, count, n, tiles, whole, keys, position[2];
     u32 q, k, v, p[16];
@@ -148,23 +148,31 @@ struct Group {
         if (threadIdx.x % 32 == 0) arrive(empty + slot(t));
     }
 
+    __device__ __forceinline__ float &kept_one(int i) const { return (&kept[i / 4][0].x)[i % 4]; }
+
+    // The thread of the group. The compiler may not know: it would keep too many addresses for the whole kernel.
+    static __device__ __forceinline__ int here() {
+        int thread = threadIdx.x % 128;
+        asm volatile("" : "+r"(thread));
+        return thread;
+    }
+
     // Starts copying the queries of the item whose first tile is tile t.
     __device__ __forceinline__ void ahead(Item &item, int t) {
         arrived(at.full_k, t);
         item = at.items[count % 2];
         meet(which);  // nobody reads the queries of the item before
-        const int thread = threadIdx.x % 128, chunk = thread % (WIDTH / 8);
+        const int thread = here(), chunk = thread % (WIDTH / 8), first = thread / (WIDTH / 8);
+        char *to = at.q[which] + chunk / 8 * 8192 + first * 128 + (chunk % 8 ^ first % 8) * 16;
         // Spare rows repeat the last token and are not stored.
 #pragma unroll
-        for (int r = thread / (WIDTH / 8); r < 64; r += 1024 / WIDTH)
-            copy(at.q[which] + chunk / 8 * 8192 + r * 128 + (chunk % 8 ^ r % 8) * 16, row_of(item, r) + chunk * 8);
+        for (int r = 0; r < 64; r += 1024 / WIDTH) copy(to + r * 128, row_of(item, first + r) + chunk * 8);
     }
 
     // The first scores of the item, whose queries have been copied.
     __device__ __forceinline__ void begin(float (&s)[32]) const {
         copied(), show(), meet(which);
-        fence();
-        scores(s, q, k, slot(0)), commit();
+        fence(), scores(s, q, k, slot(0)), commit();
     }
 
     __device__ __forceinline__ const u16 *row_of(const Item &item, int r) const {
@@ -194,18 +202,22 @@ struct Group {
         }
     }
 
+    template <bool KEEP>
     __device__ __forceinline__ void fold_o(bool first, const float (&old)[2], const float (&now)[2]) {
 #pragma unroll
-        for (int i = 0; i < OUT; i++) o[i] = (first ? 0 : kept[i][0]) * old[i / 2 % 2] + o[i] * now[i / 2 % 2];
+        for (int i = 0; i < OUT; i += 4) {
+            const float4 before = first ? make_float4(0, 0, 0, 0) : kept[i / 4][0];
+            o[i] = before.x * old[0] + o[i] * now[0], o[i + 1] = before.y * old[0] + o[i + 1] * now[0];
+            o[i + 2] = before.z * old[1] + o[i + 2] * now[1], o[i + 3] = before.w * old[1] + o[i + 3] * now[1];
+            if (KEEP) kept[i / 4][0] = make_float4(o[i], o[i + 1], o[i + 2], o[i + 3]);
+        }
     }
 
-    // The last tile's weights into l. In the next step, for before it the assembler would put this, which waits, between the
-    // products that are asked for.
+    // The last tile's weights into l. In the next step: before it the assembler would put this, which waits, between products.
     __device__ __forceinline__ void add_up() {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            sum[h] += __shfl_xor_sync(~0u, sum[h], 2);
-            sum[h] += __shfl_xor_sync(~0u, sum[h], 1);
+            sum[h] += __shfl_xor_sync(~0u, sum[h], 2), sum[h] += __shfl_xor_sync(~0u, sum[h], 1);
             l[h] = l[h] * shrink[h] + sum[h];
         }
     }
@@ -234,27 +246,24 @@ struct Group {
         hold(s), hold(shrink), hold(sum);
         if (MORE) arrived(at.full_k, t + 1);
         arrived(at.full_v, t);
-        finish<0>();
-        hold(o);
+        finish<0>(), hold(o);
         if (!FIRST) release(at.empty_v, t - 1);
         if (fresh) {
-            if (!FIRST) {
-                fold_o(t == SEGMENT, old, now);
-#pragma unroll
-                for (int i = 0; i < OUT; i++) kept[i][0] = o[i];
-            }
+            if (!FIRST) fold_o<true>(t == SEGMENT, old, now);
 #pragma unroll
             for (int i = 0; i < OUT; i++) o[i] = 0;
+            shrink[0] = shrink[1] = 1;  // of zeros
         }
 #pragma unroll
         for (int i = 0; i < 16; i++) p[i] = pack(s[2 * i], s[2 * i + 1]);
         if (MORE) hold(s), fence(), scores(s, q, k, slot(t + 1)), commit();
-        if (__any_sync(~0u, !(shrink[0] == 1 && shrink[1] == 1))) {  // a maximum of the warp moved
 #pragma unroll
-            for (int i = 0; i < OUT; i++) o[i] *= shrink[i / 2 % 2];
-        }
-        hold(o), fence();
-        product(o, p, v, slot(t)), commit();
+        for (int h = 0; h < 2; h++)
+            if (__any_sync(~0u, shrink[h] != 1)) {  // a maximum of eight rows moved
+#pragma unroll
+                for (int i = 2 * h; i < OUT; i += 4) o[i] *= shrink[h], o[i + 1] *= shrink[h];
+            }
+        hold(o), fence(), product(o, p, v, slot(t)), commit();
         if (MORE) finish<1>(), hold(s);
     }
 
@@ -276,8 +285,7 @@ struct Group {
         release(at.empty_v, tiles - 1);
         if (tiles > SEGMENT) {
             float old[2], now[2];
-            fold(false, old, now);
-            fold_o(false, old, now);
+            fold(false, old, now), fold_o<false>(false, old, now);
 #pragma unroll
             for (int h = 0; h < 2; h++) m[h] = m_all[h], l[h] = l_all[h];
         }
@@ -287,7 +295,7 @@ struct Group {
 
     __device__ __forceinline__ void store(const Item &item, u16 *o_out, float *m_out, float *l_out) {
         const bool plain = divide();
-        const int lane = threadIdx.x % 32, rows = min(item.end - item.first - which * TOKENS, TOKENS) * GROUP;
+        const int lane = here() % 32, rows = min(item.end - item.first - which * TOKENS, TOKENS) * GROUP;
         const i64 line0 = (i64)(item.first + which * TOKENS) * in.heads + item.head * GROUP;
         const auto line = [&](int r) { return line0 + (i64)(r / GROUP) * in.heads + r % GROUP; };
 #pragma unroll
@@ -342,11 +350,11 @@ struct Group {
             return true;
         }
 #pragma unroll
-        for (int i = 0; i < OUT; i++) kept[i][0] = o[i];
+        for (int i = 0; i < OUT; i++) kept_one(i) = o[i];
 #pragma unroll 1
-        for (int i = 0; i < OUT; i++) kept[i][0] = __fdiv_rn(kept[i][0], i & 2 ? l[1] : l[0]);
+        for (int i = 0; i < OUT; i++) kept_one(i) = __fdiv_rn(kept_one(i), i & 2 ? l[1] : l[0]);
 #pragma unroll
-        for (int i = 0; i < OUT; i++) o[i] = kept[i][0];
+        for (int i = 0; i < OUT; i++) o[i] = kept_one(i);
         return false;
     }
 };
@@ -371,7 +379,7 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) prefill(cons
         // With the loading warps' 24 a thread no more than there are.
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(GROUPS == 3 ? 160 : 240));
         const int thread = threadIdx.x % 128, which = __shfl_sync(~0u, threadIdx.x / 128, 0);
-        Group group{at, in, (float (*)[32])&at.kept[which][thread / 32][0][thread % 32], scale, which};
+        Group group{at, in, (float4 (*)[32])&at.kept[which][thread / 32][0][thread % 32], scale, which};
         group.row = thread / 32 * 16 + thread % 32 / 4, group.column = thread % 4 * 2, group.count = group.n = 0;
         group.q = describe(at.q[which]), group.k = describe(at.k[0]), group.v = describe(at.v[0]);
         Item item, done{};  // nothing of an item without tokens is stored
