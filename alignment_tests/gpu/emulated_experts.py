@@ -1,7 +1,7 @@
 """nvfp4_experts.cu's own text on a CPU (warp.h, arithmetic.h): its PTX becomes calls, everything else stays as it is.
 
-Blocks run one after another, so nobody waits where all meet: the kernel runs twice, the second time on all rows. A
-piece is there when its copy returns. That a block reads only what another has shown is not checked.
+Blocks run one after another, so nobody waits for another's numbers: an empty cell is read as 0, and the kernel runs
+twice, the second time on all rows. A piece is there when its copy returns.
 """
 
 import torch
@@ -20,26 +20,25 @@ ARITHMETIC = {
     "and.b32": "d = a & 0x7FFF7FFF;",
     "cvt.rn.bf16x2": "pair = nearest_bf16(even) | (u32)nearest_bf16(odd) << 16;",
 }
-# The start of an instruction's text -> the call that stands for it. A barrier counts the copies that have ended.
+# The start of an instruction's text -> the call that stands for it. A barrier counts the pieces that have come, behind
+# the 64 bytes of their tile's scales.
 CALLS = ARITHMETIC | {
     "mbarrier.init": "*(u64 *)barrier = 0;",
     "{.reg .pred done": "while (((std::atomic_ref(*barrier) - 1) & 1) != parity) std::this_thread::yield();",
-    "cp.async.bulk.shared": "memcpy(to, from, bytes), std::atomic_ref(*barrier)++;",
+    "cp.async.bulk.shared": "memcpy(to, from, bytes), std::atomic_ref(*barrier) += bytes != 64;",
     "cp.async.cg": "memcpy(to, from, 16);",
     "ld.global.f32": "v = *at;",
-    "mma.sync.aligned.m16n8k16": "mma_m16n8k16(acc, a, {b0, b1});",
-    "ldmatrix": "v = load_matrices(at);",
+    "wgmma.mma_async": "wgmma(d, a, b, 1, false);",
     "bar.sync %0, 64": "pair_barrier(warp / 2).arrive_and_wait();",
-    "atom.acq_rel": "now = ~0ull;",
+    "atom.relaxed": "now = 0;",
+    "st.relaxed": "*cell = value;",
+    "ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];": "v = load_cells(at);",
+    "ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4 + 16];": "w = load_cells(at + 8);",
 }
 NOTHING = ("mbarrier.", "cp.async", "wgmma.", "fence.", "griddepcontrol", "{.reg", "ex2", "ld.", "bar.", "")
 MORE = """
-#include "arithmetic.h"
-#include <map>
-#include <mutex>
-using std::max;
+typedef unsigned short u16;
 static std::map<int, std::unique_ptr<std::barrier<>>> pair_barriers;
-static std::mutex guard;
 static std::barrier<> &pair_barrier(int pair) {
     std::lock_guard<std::mutex> lock(guard);
     auto &mine = pair_barriers[pair];
@@ -50,15 +49,20 @@ static void atomicMax(unsigned *at, unsigned value) {
     std::atomic_ref<unsigned> cell(*at);
     for (unsigned old = cell; value > old && !cell.compare_exchange_weak(old, value);) {}
 }
+static uint4 load_cells(const u16 *at) {
+    uint4 v;
+    for (int i = 0; i < 8; i++) ((u16 *)&v)[i] = at[i] == 0xFFFF ? 0 : at[i];
+    return v;
+}
 static int __popc(unsigned value) { return __builtin_popcount(value); }
 """
 ENTRY = """
 extern "C" void run(int blocks, int threads, int shared, const u16 *x, const i64 *order, const i64 *rows,
         const i64 *bounds, const float *weights, const char *gate_up, const float *gate_up_scale, const char *down,
-        const float *down_scale, u16 *h, u16 *out, int *faults, int number) {
+        const float *down_scale, u16 *cells, u16 *out, int *faults, int number) {
     for (int twice = 0; twice < 2; twice++)
         launch(blocks, threads, shared, [=] {
-            experts(x, order, rows, bounds, weights, gate_up, gate_up_scale, down, down_scale, h, out, 0, faults,
+            experts(x, order, rows, bounds, weights, gate_up, gate_up_scale, down, down_scale, cells, out, 0, faults,
                     number, 0, 1);
         });
 }
@@ -68,19 +72,21 @@ extern "C" void run(int blocks, int threads, int shared, const u16 *x, const i64
 def host_text(text: str) -> str:
     calls = CALLS | dict.fromkeys(NOTHING, ";")
     text = text.replace("pack(float low, float high)", "pack(float even, float odd)")  # one call for one instruction
-    text = text.replace("extern __shared__ __align__(128) char memory[];", "char *memory = block_memory;")
+    text = text.replace("extern __shared__ __align__(1024) char memory[];", "char *memory = block_memory;")
     text = text.replace("(u32)__cvta_generic_to_shared(p)", "(u32)((const char *)p - block_memory)")
-    return emulated_product.host_text(text, calls, ENTRY).replace('#include "warp.h"', '#include "warp.h"' + MORE, 1)
+    text = emulated_product.host_text(text, calls, ENTRY)
+    return text.replace('#include "warp.h"', '#include "warpgroup.h"' + MORE, 1)
 
 
 def forward(folder, x: Tensor, plan, weights_TK: Tensor, gate_up, down, blocks: int, text=None, **changes: int):
-    """As gpu.few_experts.forward by `blocks` blocks -> (out, faults), on CPU tensors. changes: to what is defined."""
+    """As gpu.few_experts.forward by `blocks` blocks, on CPU tensors -> (out, faults, cells). changes: of defines."""
     (T, D), slots, F = x.shape, plan.rows_TK.shape[1], gate_up[1].shape[1] // 2
     sizes = dict(few_experts.defines(T, slots, D, F, blocks)) | changes
     run = emulated_product.library(str(folder), host_text(text or cuda.source_of(few_experts.SOURCE)),
                                    tuple(sizes.items())).run  # fmt: skip
-    h, out = torch.zeros(T * slots, F, dtype=torch.bfloat16), torch.full_like(x, torch.nan)
+    cells, out = torch.zeros(2, T * slots, F, dtype=torch.int16), torch.full_like(x, torch.nan)
+    cells[0] = -1  # the other half is the launch's before
     faults = torch.full((2,), 2**31 - 1, dtype=torch.int32)
-    tensors = (x, plan.order_R, plan.rows_TK, plan.bounds_E1, weights_TK, *gate_up, *down, h, out, faults)
+    tensors = (x, plan.order_R, plan.rows_TK, plan.bounds_E1, weights_TK, *gate_up, *down, cells, out, faults)
     run(blocks, 32 * sizes["WARPS"], sizes["SHARED"], *map(emulated_product._at, tensors), plan.num_experts)
-    return out, faults
+    return out, faults, cells

@@ -29,35 +29,38 @@ from minitransformer.ops.gpu import (
 def check(folder, T, slots, E, D, F, blocks, text=None, same=False, **changes) -> None:
     x, plan, routed, weights = case(T, slots, E, D, F, same=same)
     operands = [operand(weights[name]) for name in ("gate_up", "down")]
-    got, faults = emulated.forward(folder, x, plan, routed, *operands, blocks, text, **changes)
+    got, faults, cells = emulated.forward(folder, x, plan, routed, *operands, blocks, text, **changes)
     assert_bits_equal(got, reference(x, plan, routed, weights), f"{T} tokens, {D} x {F}, {blocks} blocks")
     assert (faults == 2**31 - 1).all()
+    assert not (cells[0] == -1).any()
+    assert_bits_equal(cells[1], torch.full_like(cells[1], -1), "cells for the next launch")
 
 
-# Tokens, experts a token, experts, hidden, width, blocks, warps, units a piece, pieces under way.
+# Tokens, experts a token, experts, hidden, width, blocks; warps, those that multiply, units a piece (two), depth.
 CASES = (
-    (1, 2, 3, 128, 64, 8, 2, 4, 3), (1, 1, 130, 320, 64, 3, 2, 2, 2), (2, 3, 5, 64, 128, 4, 4, 2, 2),
-    (9, 1, 1, 64, 64, 3, 2, 8, 2),
+    (1, 2, 3, 128, 64, 8, 5, 4, 2, 1, 3), (1, 1, 130, 320, 64, 3, 4, 4, 5, 1, 2), (2, 3, 5, 64, 128, 4, 8, 8, 1, 2, 2),
+    (9, 1, 1, 64, 64, 3, 4, 4, 1, 1, 2), (1, 2, 2, 256, 192, 5, 8, 4, 2, 3, 5),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", CASES, ids=str)
 def test_has_the_bits_of_the_operators_one_by_one(shape, tmp_path):
-    """Blocks with several columns, several turns, a ring that goes round, units that do not fill a piece, nine rows."""
-    *shape, warps, units, depth = shape
-    check(tmp_path, *shape, WARPS=warps, AT_ONCE=units, DEPTH=depth, SHARED=1 << 17)
+    """Blocks with several columns, several turns, a ring that goes round or is not filled, warps without tiles."""
+    *shape, warps, workers, first, second, depth = shape
+    check(tmp_path, *shape, WARPS=warps, WORKERS=workers, FIRST=first, SECOND=second, DEPTH=depth, SHARED=1 << 17)
 
 
 @pytest.mark.slow
 def test_two_tokens_with_the_same_experts(tmp_path):
-    check(tmp_path, 2, 2, 4, 64, 64, 4, same=True, WARPS=2, DEPTH=2, SHARED=1 << 17)
+    check(tmp_path, 2, 2, 4, 64, 64, 4, same=True, WARPS=4, WORKERS=4, DEPTH=2, SHARED=1 << 17)
 
 
 def test_a_row_that_is_not_finite_names_its_token(tmp_path):
     x, plan, routed, weights = case(3, 1, 2, 64, 64)
     x[1, 5], x[2, 7] = torch.inf, torch.nan
     operands = [operand(weights[name]) for name in ("gate_up", "down")]
-    _, faults = emulated.forward(tmp_path, x, plan, routed, *operands, 4, WARPS=2, DEPTH=2, SHARED=1 << 17)
+    how = {"WARPS": 5, "WORKERS": 4, "DEPTH": 2, "SHARED": 1 << 17}
+    _, faults, _ = emulated.forward(tmp_path, x, plan, routed, *operands, 4, **how)
     assert faults[0] == 1
 
 
@@ -71,14 +74,18 @@ def test_what_is_asked_for_fits():
 
 # A fault in the text: what it replaces, and by what.
 FAULTS = {
-    "up in the place of gate": ("swiglu(v[c], s.up[turn & 1][warp / 2][c][lane])",
-                                "swiglu(s.up[turn & 1][warp / 2][c][lane], v[c])"),
-    "2^-19 left in": ("v[c] = __fmul_rn(__fmul_rn(acc[c], 524288.0f),", "v[c] = __fmul_rn(acc[c],"),
+    "up in the place of gate": ("swiglu(v, up[i][n])", "swiglu(up[i][n], v)"),
+    "2^-19 left in": ("return __fmul_rn(v, 524288.0f);", "return v;"),
+    "another row's column": ("row & 1 ? odd : even", "even"),
+    "rows that are not swizzled": ("(eight ^ row) % 8 * 16", "eight % 8 * 16"),
+    "a unit's products from the one before": ("decode_unit(coming, a[d % 2])", "decode_unit(coming, a[(d + 1) % 2])"),
     "a token's outer scale for another's": ("__fmul_rn(s.x_outer[token],", "__fmul_rn(s.x_outer[0],"),
-    "a row's maximum from one block of 16": ("atomicMax(top + row", "if (b % (COLUMNS / 16) == 0) atomicMax(top + row"),
+    "a row's maximum from some blocks of 16": ("by < TOGETHER", "by < TOGETHER / 2"),
     "the sum in the order of the rows": ("s.row[token * SLOTS + k]", "s.row[token * SLOTS + SLOTS - 1 - k]"),
     "a column of the neighbour's": ("blockIdx.x + part * BLOCKS) * 16", "blockIdx.x + part) * 16"),
     "a group's rows from the expert's start": ("{expert, r, min", "{expert, r & ~7, min"),
+    "cells left filled": (", emptied[at] = EMPTY", ""),
+    "the other half of the cells": ("cells + s.half * (ROWS * WIDTH)", "cells + (1 - s.half) * (ROWS * WIDTH)"),
 }  # fmt: skip
 
 
@@ -87,7 +94,7 @@ FAULTS = {
 def test_a_fault_in_the_text_is_seen(fault, tmp_path):
     text = cuda_host.faulty(cuda.source_of(few_experts.SOURCE), *FAULTS[fault]) + f"// {fault}\n"
     with pytest.raises(AssertionError, match="differ"):
-        check(tmp_path, 3, 3, 4, 128, 64, 3, text, WARPS=2, AT_ONCE=2, DEPTH=3, SHARED=1 << 17)
+        check(tmp_path, 3, 3, 4, 128, 64, 3, text, WARPS=4, WORKERS=4, DEPTH=3, SHARED=1 << 17)
 
 
 @pytest.mark.parametrize(("processors", "each", "taken"), [(132, 1, True), (132, 0, False), (30, 1, True)])
@@ -97,7 +104,7 @@ def test_blocks_that_meet_all_run_at_once(processors, each, taken, monkeypatch):
     monkeypatch.setattr(device, "multiprocessors", lambda _: processors)
     monkeypatch.setattr(cuda, "kernel", lambda *how: dict(how[3]))
     monkeypatch.setattr(cuda, "at_once", lambda sizes, *_: asked.append(sizes["BLOCKS"]) or each)
-    monkeypatch.setattr(device, "counters", lambda _: torch.zeros(4))
+    monkeypatch.setattr(device, "meeting", lambda _: (torch.zeros(4), torch.zeros(1 << 14)))
     monkeypatch.setattr(few_experts, "on", lambda _: nullcontext())
     monkeypatch.setattr(quantised_rows, "operand", lambda *_: ())
     few_experts._meet.cache_clear()
@@ -114,22 +121,25 @@ def test_blocks_that_meet_all_run_at_once(processors, each, taken, monkeypatch):
     few_experts._meet.cache_clear()
 
 
-def test_launches_that_may_run_at_once_share_no_counter(monkeypatch):
-    """Nor do those of other numbers of blocks, which would wait for a count that never comes."""
+def test_launches_that_may_run_at_once_share_no_cells(monkeypatch):
+    """Nor do those of other shapes, which would find cells that are filled."""
     home, stream, capturing = torch.device("cpu"), SimpleNamespace(cuda_stream=1), [False]
-    monkeypatch.setattr(few_experts, "_owners", {})
+    monkeypatch.setattr(few_experts, "_places", {})
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
 
-    def counter(blocks: int) -> int:
-        return few_experts._arrived(home, blocks).data_ptr()
+    def place(shape: int) -> tuple[int, int]:
+        cells, begun = few_experts._place(home, 8192 * shape, (shape,))
+        assert len(cells) == 8192 * shape and (cells == -1).all() and begun == 0
+        return cells.data_ptr(), begun.data_ptr()
 
-    seen = [counter(64), counter(128)]
+    seen = [place(1), place(2)]
     stream.cuda_stream = 2
-    seen.append(counter(64))
+    seen.append(place(1))
     capturing[0] = True
-    while few_experts._is_room(home):
-        seen.append(counter(64))
-    assert len(set(seen)) == len(seen) == 1 << 14
+    while few_experts._is_room(home, 8192):
+        seen.append(place(1))
+    assert len({begun for _, begun in seen}) == len(seen) > 1000
+    assert {at - seen[0][0] for at, _ in seen} == {0} | {2 * 8192 * n for n in (1, *range(3, len(seen) + 1))}
     capturing[0], stream.cuda_stream = False, 1
-    assert [counter(64), counter(128)] == seen[:2]
+    assert [place(1), place(2)] == seen[:2]

@@ -75,10 +75,11 @@ def _of_layer(home: torch.device, layer: int) -> Tensor:
 
 
 @lru_cache
-def counters(home: torch.device) -> Tensor:
-    """int64, zeros at first: where the blocks of a launch count each other when they meet."""
-    made = torch.zeros(1 << 14, dtype=torch.int64, device=home)
-    if home.type == "cuda":  # another stream may be the first to count
+def meeting(home: torch.device) -> tuple[Tensor, Tensor]:
+    """Where the blocks of a launch find each other: int64, zeros at first; 16-bit cells, 0xffff at first (32 MiB)."""
+    made = (torch.zeros(1 << 12, dtype=torch.int64, device=home),
+            torch.full((1 << 24,), -1, dtype=torch.int16, device=home))  # fmt: skip
+    if home.type == "cuda":  # another stream may be the first to use them
         torch.cuda.current_stream(home).synchronize()
     return made
 

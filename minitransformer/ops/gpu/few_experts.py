@@ -14,32 +14,46 @@ from minitransformer.ops.gpu.pack import UNIT_COLUMNS, UNIT_ROWS
 
 SOURCE = "nvfp4_experts.cu"
 MOST = 2  # tokens; with three, five kernels are as fast
-SHARED_LIMIT, UNIT_BYTES, PADDING = 227 << 10, 576, 16
-_owners: dict[torch.device, dict] = {}  # of the counters of a GPU, in order
-_owning = Lock()
+SHARED_LIMIT, UNIT_BYTES = 227 << 10, 576
+_places: dict[torch.device, dict] = {}  # of the launches of a GPU: owner -> (counter, first cell, end)
+_placing = Lock()
 
 
-def _arrived(home: torch.device, blocks: int) -> Tensor:
-    """The counter of a launch. Launches that may run at once must not share one, nor do launches of other numbers of
-    blocks, since a count is told from the next by being a multiple. In a stream one follows another; what is captured
-    may be replayed beside anything, so it keeps its own for ever."""
+def _place(home: torch.device, count: int, how: tuple) -> tuple[Tensor, Tensor]:
+    """The cells of a launch and its counter. Launches that may run at once must not share them, nor do those of other
+    shapes, which would leave cells filled. In a stream one follows another; what is captured may be replayed beside
+    anything, so it keeps its own for ever."""
     captured = torch.cuda.is_current_stream_capturing()
-    owner = object() if captured else (blocks, torch.cuda.current_stream(home).cuda_stream)
-    with _owning:
-        owners = _owners.setdefault(home, {})
-        at = owners.setdefault(owner, len(owners))
-    return device.counters(home)[at : at + 1]
+    owner = object() if captured else (how, torch.cuda.current_stream(home).cuda_stream)
+    with _placing:
+        places = _places.setdefault(home, {})
+        if owner not in places:
+            places[owner] = len(places), _taken(home), _taken(home) + count
+        at, first, end = places[owner]
+    counters, cells = device.meeting(home)
+    return cells[first:end], counters[at : at + 1]
 
 
-def _is_room(home: torch.device) -> bool:
-    """Whether there is a counter for one launch more."""
-    return len(_owners.get(home, ())) < len(device.counters(home))
+def _taken(home: torch.device) -> int:
+    """How many cells have an owner."""
+    return max((end for _, _, end in _places.get(home, {}).values()), default=0)
+
+
+def _is_room(home: torch.device, count: int) -> bool:
+    """Whether there is a place for one launch more."""
+    counters, cells = device.meeting(home)
+    return len(_places.get(home, ())) < len(counters) and _taken(home) + count <= len(cells)
+
+
+def _cells(T: int, slots: int, F: int) -> int:
+    """Two for each number of SwiGLU's rows."""
+    return 2 * T * slots * F
 
 
 def _fixed(T: int, slots: int, D: int, F: int, blocks: int, warps: int) -> int:
     """Bytes of shared memory beside the ring, at most (struct Shared in the kernel's text)."""
     R, own = T * slots, cdiv(D // UNIT_ROWS, blocks)
-    rows = T * (2 * D + PADDING) + R * (2 * F + PADDING) + own * R * 2 * UNIT_ROWS
+    rows = 16 * (cdiv(T, 8) * D + cdiv(R, 8) * F) + own * R * 2 * UNIT_ROWS  # tiles of eight rows
     return rows + 512 * warps + 8 * T + 48 * R + 128
 
 
@@ -47,15 +61,22 @@ def _blocks(home: torch.device, D: int) -> int:
     return min(device.multiprocessors(home), D // UNIT_ROWS)
 
 
+def _piece(width: int) -> int:
+    """Units of 64 columns that a copy brings: as many as divide a row of the weight, up to eight."""
+    units = width // UNIT_COLUMNS
+    return max(n for n in range(1, 9) if units % n == 0)
+
+
 @lru_cache
 def defines(T: int, slots: int, D: int, F: int, blocks: int) -> tuple[tuple[str, int], ...]:
     """What nvfp4_experts.cu is compiled with: as deep a ring as fits."""
-    warps, units = 12 if T == 1 else 16, 8
-    left, piece = SHARED_LIMIT - _fixed(T, slots, D, F, blocks, warps), warps * (units * UNIT_BYTES + 8)
-    tiles = cdiv(2 * F // UNIT_ROWS * T * slots, blocks * warps)  # of FC1, of a warp
-    depth = min(left // piece, tiles * cdiv(D, UNIT_COLUMNS * units) + cdiv(F, UNIT_COLUMNS * units))
-    values = {"TOKENS": T, "SLOTS": slots, "HIDDEN": D, "WIDTH": F, "BLOCKS": blocks, "WARPS": warps, "DEPTH": depth}
-    values |= {"AT_ONCE": units, "SHARED": SHARED_LIMIT - left + depth * piece, "WIDE": 0, "DECODE": 1}
+    warps, workers, first, second = 16, 8 if T == 1 else 16, _piece(D), _piece(F)
+    left, piece = SHARED_LIMIT - _fixed(T, slots, D, F, blocks, warps), workers * (max(first, second) * UNIT_BYTES + 72)
+    tiles = cdiv(2 * F // UNIT_ROWS * T * slots, blocks * workers)  # of FC1, of a warp
+    depth = min(left // piece, tiles * D // (first * UNIT_COLUMNS) + F // (second * UNIT_COLUMNS))
+    values = {"TOKENS": T, "SLOTS": slots, "HIDDEN": D, "WIDTH": F, "BLOCKS": blocks, "WARPS": warps}
+    values |= {"WORKERS": workers, "FIRST": first, "SECOND": second, "DEPTH": depth}
+    values |= {"SHARED": SHARED_LIMIT - left + depth * piece, "WIDE": 0, "DECODE": 1}
     return tuple(values.items())
 
 
@@ -75,7 +96,7 @@ def takes(home: torch.device, plan: Plan, gate_up: tuple[Tensor, Tensor], down: 
     if not 1 <= T <= MOST or not 1 <= slots <= 16 or D % UNIT_COLUMNS or F % UNIT_COLUMNS or 0 in (D, F):
         return False
     how = defines(T, slots, D, F, _blocks(home, D))
-    return dict(how)["DEPTH"] >= 2 and _is_room(home) and _meet(home, how)
+    return dict(how)["DEPTH"] >= 2 and _is_room(home, _cells(T, slots, F)) and _meet(home, how)
 
 
 def forward(
@@ -89,16 +110,15 @@ def forward(
     (x,) = device.take("few_experts", home, torch.bfloat16, x_TD)
     places = device.take("few_experts", home, torch.int64, plan.order_R, plan.rows_TK, plan.bounds_E1)
     weights, *scales = device.take("few_experts", home, torch.float32, weights_TK, gate_up[1], down[1])
-    h = torch.empty(T * slots, F, dtype=torch.bfloat16, device=home)
     out = torch.empty(T, D, dtype=torch.bfloat16, device=home)
     how = defines(T, slots, D, F, _blocks(home, D))
-    sizes = dict(how)
+    sizes, (cells, begun) = dict(how), _place(home, _cells(T, slots, F), how)
     with on(home):
         cuda.launch(
             cuda.kernel(home, SOURCE, "experts", how, sizes["SHARED"]),
             sizes["BLOCKS"], 32 * sizes["WARPS"], sizes["SHARED"],
-            (aligned(x), *places, weights, gate_up[0], scales[0], down[0], scales[1], h, out,
-             _arrived(home, sizes["BLOCKS"]), device.faults(home), plan.num_experts,
+            (aligned(x), *places, weights, gate_up[0], aligned(scales[0]), down[0], aligned(scales[1]), cells, out,
+             begun, device.faults(home), plan.num_experts,
              device.slot("experts.gate_up"), device.slot("experts.down")),
             early=True, meets=True,
         )  # fmt: skip

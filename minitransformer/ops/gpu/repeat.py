@@ -150,12 +150,12 @@ class Layers:
         mine.append(device.faults(x.device))
         found = self.recordings.get(kind)
         if found is None:
-            device.counters(x.device)  # made before a recording, which refuses what fills memory
+            device.meeting(x.device)  # made before a recording, which refuses what fills memory
             with Recording() as found:
                 outputs = layer(x, residual, batch, table, store, note)
             kept = batch.__dict__.get("_bounds_on", {}).values()
             shared = [t for t in (*batch.__dict__.values(), *kept, table) if isinstance(t, Tensor)]
-            found.finish([x, residual, *outputs, *mine], [*shared, device.counters(x.device)])
+            found.finish([x, residual, *outputs, *mine], [*shared, *device.meeting(x.device)])
             self.recordings[kind] = found
             return outputs
         if found.refused is not None:
