@@ -26,10 +26,9 @@ CALLS = ARITHMETIC | {
     "mbarrier.init": "*(u64 *)barrier = 0;",
     "{.reg .pred done": "while (((std::atomic_ref(*barrier) - 1) & 1) != parity) std::this_thread::yield();",
     "cp.async.bulk.shared": "memcpy(to, from, bytes), std::atomic_ref(*barrier) += bytes != 64;",
-    "cp.async.cg": "memcpy(to, from, 16);",
-    "ld.global.f32": "v = *at;",
-    "wgmma.mma_async": "wgmma(d, a, b, 1, false);",
-    "bar.sync %0, 64": "pair_barrier(warp / 2).arrive_and_wait();",
+    "mma.sync.aligned.m16n8k16": "mma_m16n8k16(acc, a, {b0, b1});",
+    "ldmatrix": "v = load_matrices(at);",
+    "bar.sync %0, %1": "barrier_of(number, COUNT).arrive_and_wait();",
     "atom.relaxed": "now = 0;",
     "st.relaxed": "*cell = value;",
     "ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];": "v = load_cells(at);",
@@ -37,22 +36,27 @@ CALLS = ARITHMETIC | {
 }
 NOTHING = ("mbarrier.", "cp.async", "wgmma.", "fence.", "griddepcontrol", "{.reg", "ex2", "ld.", "bar.", "")
 MORE = """
+#include "arithmetic.h"
+#include <map>
+#include <mutex>
+using std::max;
 typedef unsigned short u16;
-static std::map<int, std::unique_ptr<std::barrier<>>> pair_barriers;
-static std::barrier<> &pair_barrier(int pair) {
+static std::map<std::pair<int, int>, std::unique_ptr<std::barrier<>>> barriers;
+static std::mutex guard;
+static std::barrier<> &barrier_of(int number, int count) {
     std::lock_guard<std::mutex> lock(guard);
-    auto &mine = pair_barriers[pair];
-    if (!mine) mine = std::make_unique<std::barrier<>>(64);
+    auto &mine = barriers[{number, count}];
+    if (!mine) mine = std::make_unique<std::barrier<>>(count);
     return *mine;
-}
-static void atomicMax(unsigned *at, unsigned value) {
-    std::atomic_ref<unsigned> cell(*at);
-    for (unsigned old = cell; value > old && !cell.compare_exchange_weak(old, value);) {}
 }
 static uint4 load_cells(const u16 *at) {
     uint4 v;
     for (int i = 0; i < 8; i++) ((u16 *)&v)[i] = at[i] == 0xFFFF ? 0 : at[i];
     return v;
+}
+static void atomicMax(unsigned *at, unsigned value) {
+    std::atomic_ref<unsigned> cell(*at);
+    for (unsigned old = cell; value > old && !cell.compare_exchange_weak(old, value);) {}
 }
 static int __popc(unsigned value) { return __builtin_popcount(value); }
 """
@@ -72,10 +76,10 @@ extern "C" void run(int blocks, int threads, int shared, const u16 *x, const i64
 def host_text(text: str) -> str:
     calls = CALLS | dict.fromkeys(NOTHING, ";")
     text = text.replace("pack(float low, float high)", "pack(float even, float odd)")  # one call for one instruction
-    text = text.replace("extern __shared__ __align__(1024) char memory[];", "char *memory = block_memory;")
+    text = text.replace("extern __shared__ __align__(128) char memory[];", "char *memory = block_memory;")
     text = text.replace("(u32)__cvta_generic_to_shared(p)", "(u32)((const char *)p - block_memory)")
     text = emulated_product.host_text(text, calls, ENTRY)
-    return text.replace('#include "warp.h"', '#include "warpgroup.h"' + MORE, 1)
+    return text.replace('#include "warp.h"', '#include "warp.h"' + MORE, 1)
 
 
 def forward(folder, x: Tensor, plan, weights_TK: Tensor, gate_up, down, blocks: int, text=None, **changes: int):

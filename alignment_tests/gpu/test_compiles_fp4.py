@@ -47,10 +47,9 @@ def test_the_experts_of_few_tokens_compile_to_the_arithmetic_of_the_spec(T, tmp_
     text = sass(few_experts.SOURCE, few_experts.defines(T, 8, 2048, 768, 128), tmp_path)
     found = set(re.findall(r"\b([HFD](?:MMA|MUL|ADD|FMA|MNMX|SETP|SET)2?\b[.\w]*)", text))
     names = {name.split(".")[0] for name in found}
-    assert {"HMUL2", "FFMA"} <= names <= {"HMUL2", "HFMA2", "FMUL", "FADD", "FFMA", "FMNMX", "FSETP"}, found
-    assert set(re.findall(r"HGMMA\.\S+", text)) == {"HGMMA.64x8x16.F32.BF16"}
-    # A wait for each unit: the assembler adds one for each product that touches a register too early.
-    assert text.count("WARPGROUP.DEPBAR") < text.count("HGMMA.")
+    assert {"HMMA", "HMUL2", "FFMA"} <= names, found
+    assert names <= {"HMMA", "HMUL2", "HFMA2", "FMUL", "FADD", "FFMA", "FMNMX", "FSETP"}, found
+    assert "HMMA.16816.F32.BF16" in found
     assert "STL" not in text, "spills"
     # Where blocks meet: numbers that are written and read past the first cache, each for itself.
     assert re.search(r"STG\.E\.U16\.STRONG\.GPU.*LDG\.E\.128\.STRONG\.GPU", text, re.S)

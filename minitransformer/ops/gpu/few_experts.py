@@ -14,7 +14,7 @@ from minitransformer.ops.gpu.pack import UNIT_COLUMNS, UNIT_ROWS
 
 SOURCE = "nvfp4_experts.cu"
 MOST = 2  # tokens; with three, five kernels are as fast
-SHARED_LIMIT, UNIT_BYTES = 227 << 10, 576
+SHARED_LIMIT, UNIT_BYTES, PADDING = 227 << 10, 576, 16
 _places: dict[torch.device, dict] = {}  # of the launches of a GPU: owner -> (counter, first cell, end)
 _placing = Lock()
 
@@ -53,7 +53,7 @@ def _cells(T: int, slots: int, F: int) -> int:
 def _fixed(T: int, slots: int, D: int, F: int, blocks: int, warps: int) -> int:
     """Bytes of shared memory beside the ring, at most (struct Shared in the kernel's text)."""
     R, own = T * slots, cdiv(D // UNIT_ROWS, blocks)
-    rows = 16 * (cdiv(T, 8) * D + cdiv(R, 8) * F) + own * R * 2 * UNIT_ROWS  # tiles of eight rows
+    rows = T * (2 * D + PADDING) + R * (2 * F + PADDING) + own * R * 2 * UNIT_ROWS
     return rows + 512 * warps + 8 * T + 48 * R + 128
 
 
@@ -61,16 +61,17 @@ def _blocks(home: torch.device, D: int) -> int:
     return min(device.multiprocessors(home), D // UNIT_ROWS)
 
 
-def _piece(width: int) -> int:
-    """Units of 64 columns that a copy brings: as many as divide a row of the weight, up to eight."""
+def _piece(width: int, most: int) -> int:
+    """Units of 64 columns that a copy brings: as many as divide a row of the weight."""
     units = width // UNIT_COLUMNS
-    return max(n for n in range(1, 9) if units % n == 0)
+    return max(n for n in range(1, most + 1) if units % n == 0)
 
 
 @lru_cache
 def defines(T: int, slots: int, D: int, F: int, blocks: int) -> tuple[tuple[str, int], ...]:
     """What nvfp4_experts.cu is compiled with: as deep a ring as fits."""
-    warps, workers, first, second = 16, 8 if T == 1 else 16, _piece(D), _piece(F)
+    workers, first, second = (8, _piece(D, 16), _piece(F, 16)) if T == 1 else (16, _piece(D, 8), _piece(F, 8))
+    warps = workers + 8
     left, piece = SHARED_LIMIT - _fixed(T, slots, D, F, blocks, warps), workers * (max(first, second) * UNIT_BYTES + 72)
     tiles = cdiv(2 * F // UNIT_ROWS * T * slots, blocks * workers)  # of FC1, of a warp
     depth = min(left // piece, tiles * D // (first * UNIT_COLUMNS) + F // (second * UNIT_COLUMNS))

@@ -25,34 +25,33 @@
 #define COLUMN_TILES (HIDDEN / 16)
 #define PAIRS (WIDTH / 16)
 #define OWN ((COLUMN_TILES + BLOCKS - 1) / BLOCKS)
-#define EIGHTS(rows) (((rows) + 7) / 8)
+#define STRIDE(columns) (2 * (columns) + 16)  // 16: eight rows' pieces fill the 32 banks
 #define EMPTY 0xFFFF
-#ifndef MOST_UNROLLED
-#define MOST_UNROLLED 2
-#endif
 
 struct Group { int expert, first, count; };  // up to 8 rows of an expert
 struct Slot { char units[PIECE]; float scales[16]; };  // a piece of a tile; the tile's outer scales, with its first piece
 struct Shared {
-    char x[EIGHTS(TOKENS) * 16 * HIDDEN], h[EIGHTS(ROWS) * 16 * WIDTH];  // BF16, then code * scale in the same place
     Slot ring[WORKERS][DEPTH];
+    char x[TOKENS][STRIDE(HIDDEN)], h[ROWS][STRIDE(WIDTH)];  // BF16, then code * scale in the same place
     u64 full[WORKERS][DEPTH];
-    float up[2][WORKERS / 2][8][16];
+    float up[2][WORKERS / 2][4][32];
     float x_outer[TOKENS], h_outer[ROWS], weight[ROWS];
     u32 x_top[TOKENS], h_top[ROWS];
     int token[ROWS], row[ROWS], starts[ROWS], ends[ROWS], groups, half;
     Group group[ROWS];
     u16 y[OWN][ROWS][16];
 };
-static_assert(sizeof(Shared) <= SHARED && ROWS <= THREADS && DEPTH > 1 && WORKERS <= WARPS, "few_experts.py counts otherwise");
+static_assert(sizeof(Shared) <= SHARED && ROWS <= 32 * WORKERS && DEPTH > 1 && WORKERS < WARPS, "few_experts.py counts otherwise");
 
 __device__ __forceinline__ void copy(void *to, const void *from, int bytes, u64 *barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
         :: "r"(address(to)), "l"(from), "r"(bytes), "r"(address(barrier)) : "memory");
 }
 
-__device__ __forceinline__ void copy16(char *to, const char *from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(address(to)), "l"(from) : "memory");
+// A barrier of so many threads.
+template <int COUNT>
+__device__ __forceinline__ void meet_at(int number) {
+    asm volatile("bar.sync %0, %1;" :: "r"(number), "n"(COUNT) : "memory");
 }
 
 // A tile of 16 weight rows that a warp multiplies: of FC1 part 0 is gate, 1 up; of FC2 part numbers the block's columns.
@@ -106,99 +105,62 @@ struct Work {
     }
 };
 
-struct Packed { uint4 codes; uint2 scales; };  // what a lane reads of a unit of the weight
-struct Columns { float low, high; };           // outer scales of rows g and g + 8 of a tile of the weight
+// What a lane reads of a unit: of the weight, and of x for two steps each. Lane 8i + j names row j of x.
+struct Operands { uint4 codes; uint2 scales; uint4 x[2]; };
 
-__device__ __forceinline__ Packed read(const char *unit) {
+__device__ __forceinline__ Operands read(const char *unit, u32 x) {
     const int lane = threadIdx.x & 31;
-    return {*(const uint4 *)(unit + 16 * lane), *(const uint2 *)(unit + 512 + lane / 4 * 8)};
+    return {*(const uint4 *)(unit + 16 * lane), *(const uint2 *)(unit + 512 + lane / 4 * 8),
+            {load_blocks(x), load_blocks(x + 64)}};
 }
 
-__device__ __forceinline__ void decode_unit(const Packed &of, u32 (&a)[4][4]) {
+__device__ __forceinline__ void multiply(float (&acc)[4], const Operands &of) {
 #pragma unroll
     for (int step = 0; step < 4; step++) {
-        const uint4 c = of.codes;
-        u32 low, high;
+        const uint4 c = of.codes, b = of.x[step / 2];
+        const u32 word = step == 0 ? c.x : step == 1 ? c.y : step == 2 ? c.z : c.w;
+        const u32 b0 = step % 2 ? b.z : b.x, b1 = step % 2 ? b.w : b.y;
+        u32 low, high, a[4];
         scales_of(of.scales, step, low, high);
-        decode<false>(step == 0 ? c.x : step == 1 ? c.y : step == 2 ? c.z : c.w, low, high, a[step]);
+        decode<false>(word, low, high, a);
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};" : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     }
 }
 
-// d (64 x 8) += a (64 x 16), in registers, times 16 columns of a tile of 8 rows.
-__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], u64 b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, 1, 1, 1, 0;"
-        : F4(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
+struct Columns { float low, high; };  // outer scales of rows g and g + 8 of a tile of the weight
 
-// The chains of a warp's tile with all rows of x: acc[j] of rows g, g + 8 of the weight and 8j + 2t, 8j + 2t + 1 of x. Four
-// warps multiply together; one that is not busy has no tile. A unit is decoded while the one before it is multiplied.
-template <int UNITS, int AT_ONCE, int N>
-__device__ __forceinline__ Columns chain(float (&acc)[N][4], Work &work, Shared &s, const char *x, bool busy) {
-    constexpr int UNROLL = AT_ONCE % 2 ? AT_ONCE : AT_ONCE % 4 ? 2 : MOST_UNROLLED;
+// The chain of a tile: acc of rows g, g + 8 of the weight and 2t, 2t + 1 of x. A unit is read while the one before it is
+// multiplied: a warp waits for each of its products, and has no time to wait for shared memory as well.
+template <int UNITS, int AT_ONCE>
+__device__ __forceinline__ Columns chain(float (&acc)[4], Work &work, Shared &s, const char *row) {
+    constexpr int UNROLL = AT_ONCE % 4 == 0 ? 4 : AT_ONCE % 3 == 0 ? 3 : AT_ONCE % 2 == 0 ? 2 : 1;
     static_assert(UNITS % AT_ONCE == 0, "pieces are whole");
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    u64 tile = (u64)(1024 >> 4 | 1 << 30) << 32 | address(x) >> 4;  // 128-byte swizzle, 8 rows every 1024 bytes
-    Columns column = {};
-    Packed coming = {};
-    u32 a[2][4][4] = {};
+    wait(&s.full[warp][work.slot], work.phase);
+    const Slot &slot = s.ring[warp][work.slot];
+    const Columns column = {slot.scales[lane / 4], slot.scales[lane / 4 + 8]};
+    const char *at = slot.units;
+    u32 x = address(row) + lane / 8 * 16;
+    Operands now = read(at, x);
 #pragma unroll 1
-    for (int u0 = 0; u0 < UNITS; u0 += AT_ONCE) {
-        const Slot &slot = s.ring[warp][work.slot];
-        if (busy) {
-            wait(&s.full[warp][work.slot], work.phase);
-            if (u0 == 0) column = {slot.scales[lane / 4], slot.scales[lane / 4 + 8]};
-            coming = read(slot.units);
-        }
-#pragma unroll 1
-        for (int d0 = 0; d0 < AT_ONCE; d0 += UNROLL) {
+    for (int u = UNROLL; u <= UNITS; u += UNROLL, at += UNROLL * UNIT, x += UNROLL * 128) {
 #pragma unroll
-            for (int d = 0; d < UNROLL; d++, tile += 64) {
-                if (busy) decode_unit(coming, a[d % 2]);
-                fence();
-#pragma unroll
-                for (int step = 0; step < 4; step++)
-#pragma unroll
-                    for (int j = 0; j < N; j++) multiply(acc[j], a[d % 2][step], tile + j * (UNITS * 64) + 2 * step);
-                commit();
-                if (busy) coming = read(slot.units + (d0 + d + 1) * UNIT);  // behind the last one: nobody's
-                finish<1>();
+        for (int d = 1; d <= UNROLL; d++) {
+            const bool over = d == UNROLL && u % AT_ONCE == 0;  // a piece ends with `now`
+            if (over) {
+                work.advance();
+                at = s.ring[warp][work.slot].units - d * UNIT;
+                if (u < UNITS) wait(&s.full[warp][work.slot], work.phase);
             }
-        }
-        if (UNROLL % 2) finish<0>();
-        if (busy) {
-            __syncwarp();
-            work.advance();
-            work.ask(s, work.turns);
+            const Operands next = read(at + d * UNIT, x + d * 128);  // at the end of all nobody's
+            multiply(acc, now);
+            now = next;
+            if (over) work.ask(s, work.turns);
         }
     }
-    finish<0>();
-#pragma unroll
-    for (int j = 0; j < N; j++) hold(acc[j]);
     return column;
-}
-
-// What acc has of a row of x, and of row g or g + 8 of the weight, in the lanes whose t is row % 8 / 2.
-template <int N>
-__device__ __forceinline__ float pick(const float (&acc)[N][4], int row, int high) {
-    float v = 0.0f;
-#pragma unroll
-    for (int j = 0; j < N; j++) {
-        const float even = acc[j][2 * high], odd = acc[j][2 * high + 1];
-        v = row / 8 != j ? v : row & 1 ? odd : even;
-    }
-    return __fmul_rn(v, 524288.0f);
-}
-
-// Where 8 columns of a row lie in tiles of 8 rows and 64 columns.
-template <int COLUMNS>
-__device__ __forceinline__ int place(int row, int eight) {
-    return row / 8 * (16 * COLUMNS) + eight / 8 * 1024 + row % 8 * 128 + (eight ^ row) % 8 * 16;
-}
-
-template <int COLUMNS>
-__device__ __forceinline__ void fetch(char *to, const u16 *x, int rows) {
-    for (int i = threadIdx.x; i < rows * (COLUMNS / 8); i += THREADS)
-        copy16(to + place<COLUMNS>(i / (COLUMNS / 8), i % (COLUMNS / 8)), (const char *)(x + 8 * (i64)i));
 }
 
 // 16 cells that other blocks fill, once all of them are filled.
@@ -214,20 +176,21 @@ __device__ __forceinline__ void load_filled(uint4 &v, uint4 &w, const u16 *at) {
     } while (most >> 16 == EMPTY || (most & 0xFFFF) == EMPTY);
 }
 
-// Rows of BF16 become what a product reads of their NVFP4. top: 0 before, the largest magnitude after. cells: where the
-// rows come from, if they are not there.
-template <int COLUMNS>
-__device__ __forceinline__ void quantise(char *x, int rows, u32 *top, float *outer,
-        const u16 *cells = nullptr) {
+// Rows of BF16, in memory or (CELLS) on their way there, become what a product reads of their NVFP4, in x, by the threads
+// from FIRST_THREAD on. top: 0 before, the largest magnitude after.
+template <int COLUMNS, bool CELLS, int FIRST_THREAD>
+__device__ __forceinline__ void quantise(char (*x)[STRIDE(COLUMNS)], const u16 *from, int rows, u32 *top, float *outer) {
     constexpr int TOGETHER = (COLUMNS / 16 | 32) & -(COLUMNS / 16 | 32);  // lanes of one row: what divides both
-    const int lane = threadIdx.x & 31, blocks = rows * (COLUMNS / 16);
-    for (int b = threadIdx.x; b - lane < blocks; b += THREADS) {
+    constexpr int COUNT = THREADS - FIRST_THREAD;
+    const int lane = threadIdx.x & 31, mine = threadIdx.x - FIRST_THREAD, blocks = rows * (COLUMNS / 16);
+    for (int b = mine; b - lane < blocks; b += COUNT) {
         const int row = b / (COLUMNS / 16);
         u32 most = 0;
         if (b < blocks) {
-            uint4 &v = *(uint4 *)(x + place<COLUMNS>(row, 2 * b % (COLUMNS / 8)));
-            uint4 &w = *(uint4 *)(x + place<COLUMNS>(row, 2 * b % (COLUMNS / 8) + 1));
-            if (cells) load_filled(v, w, cells + 16 * b);
+            uint4 *at = (uint4 *)(x[row] + b % (COLUMNS / 16) * 32), v, w;
+            if (CELLS) load_filled(v, w, from + 16 * b);
+            else v = ((const uint4 *)from)[2 * b], w = ((const uint4 *)from)[2 * b + 1];
+            at[0] = v, at[1] = w;
             most = __vmaxu2(__vmaxu2(magnitudes(v.x), magnitudes(v.y)), __vmaxu2(magnitudes(v.z), magnitudes(v.w)));
             most = __vmaxu2(most, __vmaxu2(magnitudes(w.x), magnitudes(w.y)));
             most = __vmaxu2(most, __vmaxu2(magnitudes(w.z), magnitudes(w.w)));
@@ -237,35 +200,32 @@ __device__ __forceinline__ void quantise(char *x, int rows, u32 *top, float *out
         for (int by = 1; by < TOGETHER; by *= 2) most = max(most, (u32)__shfl_xor_sync(ALL, (int)most, by));
         if (b < blocks && lane % TOGETHER == 0) atomicMax(top + row, most);
     }
-    __syncthreads();
-    for (int b = threadIdx.x; b < blocks; b += THREADS) {
+    meet_at<COUNT>(FIRST_THREAD ? 15 : 0);
+    for (int b = mine; b < blocks; b += COUNT) {
         const int row = b / (COLUMNS / 16);
-        uint4 &v = *(uint4 *)(x + place<COLUMNS>(row, 2 * b % (COLUMNS / 8)));
-        uint4 &w = *(uint4 *)(x + place<COLUMNS>(row, 2 * b % (COLUMNS / 8) + 1));
+        uint4 *at = (uint4 *)(x[row] + b % (COLUMNS / 16) * 32), v = at[0], w = at[1];
         const u32 word[8] = {v.x, v.y, v.z, v.w, w.x, w.y, w.z, w.w};
         u32 pairs[8], code[2], out[8];
         float a[16], block_top = split(word, a, pairs);
         Row data = row_of(__uint_as_float(top[row] << 16));
         encode(a, pairs, block_top, data, code, out);
-        v = make_uint4(out[0], out[1], out[2], out[3]), w = make_uint4(out[4], out[5], out[6], out[7]);
+        at[0] = make_uint4(out[0], out[1], out[2], out[3]), at[1] = make_uint4(out[4], out[5], out[6], out[7]);
         if (b % (COLUMNS / 16) == 0) outer[row] = data.decode;
     }
-    show();
-    __syncthreads();
 }
 
-// The plan into shared memory, and the groups of rows, in the order of the rows.
-__device__ __forceinline__ void read_plan(Shared &s, const i64 *order, const i64 *rows, const i64 *bounds,
+// The plan into shared memory, and the groups of rows, in the order of the rows, by the warps that multiply.
+__device__ __forceinline__ int read_plan(Shared &s, const i64 *order, const i64 *rows, const i64 *bounds,
         const float *weights, int experts) {
     const int lane = threadIdx.x & 31;
     const int r = min(threadIdx.x, ROWS - 1), slot = order[r], row = rows[r];  // all on their way at once
     const float weight = weights[r];
-    for (int e = threadIdx.x; e < experts; e += THREADS) {
+    for (int e = threadIdx.x; e < experts; e += 32 * WORKERS) {
         const int begin = bounds[e], end = bounds[e + 1];
         for (int first = begin; first < end; first += 8) s.starts[first] = e, s.ends[first] = end;
     }
     if (threadIdx.x < ROWS) s.token[r] = slot / SLOTS, s.row[r] = row, s.weight[r] = weight;
-    __syncthreads();
+    meet_at<32 * WORKERS>(14);
     if (threadIdx.x < 32) {
         int groups = 0;
         for (int r = lane; r - lane < ROWS; r += 32) {
@@ -276,7 +236,8 @@ __device__ __forceinline__ void read_plan(Shared &s, const i64 *order, const i64
         }
         s.groups = groups;
     }
-    __syncthreads();
+    meet_at<32 * WORKERS>(14);
+    return s.groups;
 }
 
 __device__ __forceinline__ void fill(u16 *cell, u32 value) {
@@ -284,51 +245,50 @@ __device__ __forceinline__ void fill(u16 *cell, u32 value) {
 }
 
 // FC1 and SwiGLU: rows of h, in filled; the same cells of emptied are for the next launch.
-__device__ __forceinline__ void first_product(Shared &s, Work &work, int rounds, u16 *filled, u16 *emptied) {
+__device__ __forceinline__ void first_product(Shared &s, Work &work, u16 *filled, u16 *emptied) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-    for (int turn = 0; turn < rounds; turn++) {
-        float acc[EIGHTS(TOKENS)][4] = {};
-        const bool busy = turn < work.first_turns;
-        const Columns column = chain<HIDDEN / 64, FIRST>(acc, work, s, s.x, busy);
-        if (!busy) continue;
+    for (int turn = 0; turn < work.first_turns; turn++) {
         const Tile tile = work.tile(turn);
         const Group group = s.group[tile.group];
-        float (&up)[8][16] = s.up[turn & 1][warp / 2];
-        for (int both = 0; both < 2; both++) {  // up before gate
-            for (int i = 0; i < group.count; i++) {
-                const int token = s.token[group.first + i];
-                if (tile.part == both || t != token % 8 / 2) continue;
+        float acc[4] = {}, v[4];
+        const char *x = s.x[s.token[group.first + min(lane % 8, group.count - 1)]];
+        const Columns column = chain<HIDDEN / 64, FIRST>(acc, work, s, x);
 #pragma unroll
-                for (int high = 0; high < 2; high++) {
-                    const float factor = __fmul_rn(s.x_outer[token], high ? column.high : column.low);
-                    const float v = __fmul_rn(pick(acc, token, high), factor);
-                    const int n = g + 8 * high, at = (group.first + i) * WIDTH + tile.tile * 16 + n;
-                    if (tile.part) up[i][n] = v;
-                    else fill(filled + at, pair_of(swiglu(v, up[i][n]), 0.0f)), emptied[at] = EMPTY;
-                }
-            }
-            if (both == 0) asm volatile("bar.sync %0, 64;" :: "r"(1 + warp / 2) : "memory");  // of two warps
+        for (int c = 0; c < 4; c++) {
+            const int token = s.token[group.first + min(2 * t + (c & 1), group.count - 1)];
+            const float factor = __fmul_rn(s.x_outer[token], c & 2 ? column.high : column.low);
+            v[c] = __fmul_rn(__fmul_rn(acc[c], 524288.0f), factor);
+            if (tile.part) s.up[turn & 1][warp / 2][c][lane] = v[c];
+        }
+        meet_at<64>(1 + warp / 2);  // two warps; the next turn has other cells
+        if (tile.part) continue;
+        u32 y[4];
+#pragma unroll
+        for (int c = 0; c < 4; c++) y[c] = pair_of(swiglu(v[c], s.up[turn & 1][warp / 2][c][lane]), 0.0f);
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const int row = 2 * t + (c & 1), at = (group.first + row) * WIDTH + tile.tile * 16 + g + (c & 2 ? 8 : 0);
+            if (row < group.count) fill(filled + at, y[c]), emptied[at] = EMPTY;
         }
     }
 }
 
 // FC2: this block's columns of y.
-__device__ __forceinline__ void second_product(Shared &s, Work &work, int rounds) {
+__device__ __forceinline__ void second_product(Shared &s, Work &work) {
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    for (int turn = work.first_turns; turn < work.first_turns + rounds; turn++) {
-        float acc[EIGHTS(ROWS)][4] = {};
-        const bool busy = turn < work.turns;
-        const Columns column = chain<WIDTH / 64, SECOND>(acc, work, s, s.h, busy);
-        if (!busy) continue;
+    for (int turn = work.first_turns; turn < work.turns; turn++) {
         const Tile tile = work.tile(turn);
         const Group group = s.group[tile.group];
-        for (int row = group.first; row < group.first + group.count; row++) {
-            if (t != row % 8 / 2) continue;
+        float acc[4] = {};
+        const char *h = s.h[group.first + min(lane % 8, group.count - 1)];
+        const Columns column = chain<WIDTH / 64, SECOND>(acc, work, s, h);
 #pragma unroll
-            for (int high = 0; high < 2; high++) {
-                const float factor = __fmul_rn(s.h_outer[row], high ? column.high : column.low);
-                s.y[tile.part][row][g + 8 * high] = pair_of(__fmul_rn(pick(acc, row, high), factor), 0.0f);
-            }
+        for (int c = 0; c < 4; c++) {
+            const int row = 2 * t + (c & 1);
+            if (row >= group.count) continue;
+            const float factor = __fmul_rn(s.h_outer[group.first + row], c & 2 ? column.high : column.low);
+            s.y[tile.part][group.first + row][g + (c & 2 ? 8 : 0)] =
+                pair_of(__fmul_rn(__fmul_rn(acc[c], 524288.0f), factor), 0.0f);
         }
     }
 }
@@ -352,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const u16 *x, c
         const i64 *bounds, const float *weights, const char *gate_up, const float *gate_up_scale, const char *down,
         const float *down_scale, u16 *cells, u16 *out, u64 *begun, int *faults, int experts, int gate_up_slot,
         int down_slot) {
-    extern __shared__ __align__(1024) char memory[];
+    extern __shared__ __align__(128) char memory[];
     Shared &s = *(Shared *)memory;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     for (int i = lane; i < DEPTH && warp < WORKERS; i += 32) init(&s.full[warp][i], 1);
@@ -362,39 +322,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const u16 *x, c
     __syncthreads();
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    fetch<HIDDEN>(s.x, x, TOKENS);
-    u64 now = 0;
-    if (threadIdx.x == THREADS - 1)
-        asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], 1;" : "=l"(now) : "l"(begun) : "memory");
-    read_plan(s, order, rows, bounds, weights, experts);
-    if (threadIdx.x == THREADS - 1) s.half = now / BLOCKS & 1;
-
-    const int groups = s.groups, pairs = (groups * PAIRS - (int)blockIdx.x + BLOCKS - 1) / BLOCKS;
     const int own = (COLUMN_TILES - (int)blockIdx.x + BLOCKS - 1) / BLOCKS;
-    Work work = {gate_up, down, nullptr, gate_up_scale, down_scale, groups};
-    work.room = DEPTH;
-    int first_rounds = 0, second_rounds = 0;  // of the four warps, the first of which has the most tiles
+    Work work = {gate_up, down, nullptr, gate_up_scale, down_scale};
     if (warp < WORKERS) {
-        work.first_turns = (2 * pairs - warp + WORKERS - 1) / WORKERS;
-        work.turns = work.first_turns + (own * groups - warp + WORKERS - 1) / WORKERS;
-        first_rounds = (2 * pairs - warp / 4 * 4 + WORKERS - 1) / WORKERS;
-        second_rounds = (own * groups - warp / 4 * 4 + WORKERS - 1) / WORKERS;
+        work.groups = read_plan(s, order, rows, bounds, weights, experts);
+        const int tiles = 2 * ((work.groups * PAIRS - (int)blockIdx.x + BLOCKS - 1) / BLOCKS);
+        work.first_turns = (tiles - warp + WORKERS - 1) / WORKERS;
+        work.turns = work.first_turns + (own * work.groups - warp + WORKERS - 1) / WORKERS;
+        work.room = DEPTH;
+        for (int i = 0; i < DEPTH; i++) work.ask(s, work.first_turns);
+    } else {
+        u64 now = 0;
+        if (threadIdx.x == THREADS - 1)
+            asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], 1;" : "=l"(now) : "l"(begun) : "memory");
+        quantise<HIDDEN, false, 32 * WORKERS>(s.x, x, TOKENS, s.x_top, s.x_outer);
+        if (threadIdx.x == THREADS - 1) s.half = now / BLOCKS & 1;
+        const int token = threadIdx.x - 32 * WORKERS;
+        if (blockIdx.x == 0 && token < TOKENS && s.x_top[token] >= 0x7F80) atomicMin(faults + gate_up_slot, token);
     }
-    for (int i = 0; i < DEPTH; i++) work.ask(s, work.first_turns);
-    copied();
     __syncthreads();
-    quantise<HIDDEN>(s.x, TOKENS, s.x_top, s.x_outer);
-    if (blockIdx.x == 0 && threadIdx.x < TOKENS && s.x_top[threadIdx.x] >= 0x7F80)
-        atomicMin(faults + gate_up_slot, (int)threadIdx.x);
 
     u16 *filled = cells + s.half * (ROWS * WIDTH);
-    first_product(s, work, first_rounds, filled, cells + (1 - s.half) * (ROWS * WIDTH));
+    first_product(s, work, filled, cells + (1 - s.half) * (ROWS * WIDTH));
     for (int i = 0; i < DEPTH; i++) work.ask(s, work.turns);
     __syncthreads();  // whoever looks for rows takes no time from the products
-    quantise<WIDTH>(s.h, ROWS, s.h_top, s.h_outer, filled);
+    quantise<WIDTH, true, 0>(s.h, filled, ROWS, s.h_top, s.h_outer);
+    __syncthreads();
     for (int r = threadIdx.x; r < ROWS && blockIdx.x == 0; r += THREADS)
         if (s.h_top[r] >= 0x7F80) atomicMin(faults + down_slot, s.token[r]);
-    second_product(s, work, second_rounds);
+    second_product(s, work);
     __syncthreads();
     combine(s, out, own);
 }
