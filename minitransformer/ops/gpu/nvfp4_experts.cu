@@ -2,18 +2,19 @@
 //
 // At one token the experts' 21 MB take 5 us, and five kernels one after another as long again, in which memory rests. Here
 // every warp that multiplies has its tiles of FC1's weight on their way into shared memory as soon as the plan is known,
-// and of FC2's behind them, in the order in which it multiplies them. Each block quantises the tokens for itself; FC1 is
-// spread over all blocks as pairs of 16 columns of gate and of up, so SwiGLU needs no other block. Its rows go through
-// memory, where nobody waits for a block but for each number: a cell holds 0xffff, which no row has (a NaN is 0x7fc0),
-// until it is written. Each block quantises those rows for itself too, and owns 16 columns of the output, all experts.
+// and of FC2's behind them, in the order in which it multiplies them; meanwhile the other warps quantise the tokens, each
+// block for itself. FC1 is spread over all blocks as pairs of 16 columns of gate and of up, so SwiGLU needs no other block.
+// Its rows go through memory, where nobody waits for a block but for each number: a cell holds 0xffff, which no row has (a
+// NaN is 0x7fc0), until it is written. Each block quantises those rows for itself too, and owns 16 columns of the output,
+// all experts.
 //
 // The grid has no more blocks than the GPU runs at once, and is launched as one that meets (cuda.launch). Launches that
 // share cells follow one another and have one shape (few_experts.py): `begun` counts their blocks, so it tells which half
 // of the cells a launch fills; the other half, which the launch before has filled, it empties.
 //
-// Compiled with: TOKENS, SLOTS (experts a token), HIDDEN, WIDTH (of an expert), BLOCKS, WARPS, WORKERS: warps that
-// multiply, FIRST and SECOND: units of 64 columns in a piece of FC1's and FC2's weight (a copy costs some 20 ns, whatever
-// its length), DEPTH: pieces that a warp has on their way, SHARED: bytes; WIDE 0 and DECODE 1 for nvfp4_encode.cuh.
+// Compiled with: TOKENS, SLOTS (experts a token), HIDDEN, WIDTH (of an expert), BLOCKS, WARPS, WORKERS: those
+// that multiply, FIRST and SECOND: units of 64 columns in a piece of FC1's and FC2's weight (to ask for one takes 100 ns,
+// whatever its length), DEPTH: pieces that a warp has on their way, SHARED: bytes; WIDE 0 and DECODE 1 for nvfp4_encode.cuh.
 
 #include "hopper.cuh"
 #include "nvfp4.cuh"
@@ -41,7 +42,7 @@ struct Shared {
     Group group[ROWS];
     u16 y[OWN][ROWS][16];
 };
-static_assert(sizeof(Shared) <= SHARED && ROWS <= 32 * WORKERS && DEPTH > 1 && WORKERS < WARPS, "few_experts.py counts otherwise");
+static_assert(sizeof(Shared) <= SHARED && ROWS <= 32 * WORKERS && WORKERS < WARPS, "few_experts.py counts otherwise");
 
 __device__ __forceinline__ void copy(void *to, const void *from, int bytes, u64 *barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
@@ -157,7 +158,10 @@ __device__ __forceinline__ Columns chain(float (&acc)[4], Work &work, Shared &s,
             const Operands next = read(at + d * UNIT, x + d * 128);  // at the end of all nobody's
             multiply(acc, now);
             now = next;
-            if (over) work.ask(s, work.turns);
+            if (over) {
+                __syncwarp();
+                work.ask(s, work.turns);
+            }
         }
     }
     return column;
@@ -348,9 +352,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const u16 *x, c
     __syncthreads();  // whoever looks for rows takes no time from the products
     quantise<WIDTH, true, 0>(s.h, filled, ROWS, s.h_top, s.h_outer);
     __syncthreads();
-    for (int r = threadIdx.x; r < ROWS && blockIdx.x == 0; r += THREADS)
-        if (s.h_top[r] >= 0x7F80) atomicMin(faults + down_slot, s.token[r]);
     second_product(s, work);
     __syncthreads();
     combine(s, out, own);
+    for (int r = threadIdx.x; r < ROWS && blockIdx.x == 0; r += THREADS)
+        if (s.h_top[r] >= 0x7F80) atomicMin(faults + down_slot, s.token[r]);
 }
