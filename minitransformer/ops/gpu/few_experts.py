@@ -13,7 +13,7 @@ from minitransformer.ops.gpu.nvfp4 import aligned
 from minitransformer.ops.gpu.pack import UNIT_COLUMNS, UNIT_ROWS
 
 SOURCE = "nvfp4_experts.cu"
-MOST = 2  # tokens; with three, five kernels are as fast
+MOST = 4  # tokens: as many as leave room for a ring of two pieces a warp
 SHARED_LIMIT, UNIT_BYTES, PADDING = 227 << 10, 576, 16
 _places: dict[torch.device, dict] = {}  # of the launches of a GPU: owner -> (counter, first cell, end)
 _placing = Lock()
