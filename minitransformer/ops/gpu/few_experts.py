@@ -62,7 +62,7 @@ def _blocks(home: torch.device, D: int) -> int:
 
 
 def _piece(width: int, most: int) -> int:
-    """Units of 64 columns that a copy brings: as many as divide a row of the weight."""
+    """Units of 64 columns that a copy brings, at most: they divide a row of the weight."""
     units = width // UNIT_COLUMNS
     return max(n for n in range(1, most + 1) if units % n == 0)
 
@@ -70,7 +70,7 @@ def _piece(width: int, most: int) -> int:
 @lru_cache
 def defines(T: int, slots: int, D: int, F: int, blocks: int) -> tuple[tuple[str, int], ...]:
     """What nvfp4_experts.cu is compiled with: as deep a ring as fits."""
-    workers, first, second = (8, _piece(D, 16), _piece(F, 16)) if T == 1 else (16, _piece(D, 8), _piece(F, 8))
+    workers, first, second = 8 if T == 1 else 16, _piece(D, 8), _piece(F, 12 if T == 1 else 8)
     warps = workers + 8
     left, piece = SHARED_LIMIT - _fixed(T, slots, D, F, blocks, warps), workers * (max(first, second) * UNIT_BYTES + 72)
     tiles = cdiv(2 * F // UNIT_ROWS * T * slots, blocks * workers)  # of FC1, of a warp

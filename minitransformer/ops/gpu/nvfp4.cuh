@@ -40,12 +40,14 @@ __device__ __forceinline__ void scales_of(uint2 s, int step, u32 &low, u32 &high
         : "=r"(low), "=r"(high) : "r"(pair));
 }
 
-// One word -> the A registers of one step.
-template <bool TWICE>
+// One word -> the A registers of one step. SHORTER: two shifts by one product, sums of bits that leave the masked ones alone;
+// a few per cent faster where one row of x is multiplied by what is decoded, slower beside many.
+template <bool TWICE, bool SHORTER = false>
 __device__ __forceinline__ void decode(u32 word, u32 low, u32 high, u32 (&a)[4]) {
     a[0] = mul2(word & (TRIPLE | SIGN), low);
     a[1] = mul2((word << 3) & (TRIPLE | SIGN), high);
-    a[2] = mul2(((word << 6) & TRIPLE) | ((word << 2) & SIGN), low);
+    if (SHORTER) a[2] = mul2((word & 0x20072007u) * 68 & (TRIPLE | SIGN), low);
+    else a[2] = mul2(((word << 6) & TRIPLE) | ((word << 2) & SIGN), low);
     a[3] = mul2(((word >> 3) & TRIPLE) | ((word << 1) & SIGN), high);
     if (TWICE) {
 #pragma unroll

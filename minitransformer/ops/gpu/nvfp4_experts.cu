@@ -123,7 +123,7 @@ __device__ __forceinline__ void multiply(float (&acc)[4], const Operands &of) {
         const u32 b0 = step % 2 ? b.z : b.x, b1 = step % 2 ? b.w : b.y;
         u32 low, high, a[4];
         scales_of(of.scales, step, low, high);
-        decode<false>(word, low, high, a);
+        decode<false, true>(word, low, high, a);
         asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
             "{%0, %1, %2, %3};" : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -184,25 +184,18 @@ __device__ __forceinline__ void load_filled(uint4 &v, uint4 &w, const u16 *at) {
 // from FIRST_THREAD on. top: 0 before, the largest magnitude after.
 template <int COLUMNS, bool CELLS, int FIRST_THREAD>
 __device__ __forceinline__ void quantise(char (*x)[STRIDE(COLUMNS)], const u16 *from, int rows, u32 *top, float *outer) {
-    constexpr int TOGETHER = (COLUMNS / 16 | 32) & -(COLUMNS / 16 | 32);  // lanes of one row: what divides both
     constexpr int COUNT = THREADS - FIRST_THREAD;
-    const int lane = threadIdx.x & 31, mine = threadIdx.x - FIRST_THREAD, blocks = rows * (COLUMNS / 16);
-    for (int b = mine; b - lane < blocks; b += COUNT) {
+    const int mine = threadIdx.x - FIRST_THREAD, blocks = rows * (COLUMNS / 16);
+    for (int b = mine; b < blocks; b += COUNT) {
         const int row = b / (COLUMNS / 16);
-        u32 most = 0;
-        if (b < blocks) {
-            uint4 *at = (uint4 *)(x[row] + b % (COLUMNS / 16) * 32), v, w;
-            if (CELLS) load_filled(v, w, from + 16 * b);
-            else v = ((const uint4 *)from)[2 * b], w = ((const uint4 *)from)[2 * b + 1];
-            at[0] = v, at[1] = w;
-            most = __vmaxu2(__vmaxu2(magnitudes(v.x), magnitudes(v.y)), __vmaxu2(magnitudes(v.z), magnitudes(v.w)));
-            most = __vmaxu2(most, __vmaxu2(magnitudes(w.x), magnitudes(w.y)));
-            most = __vmaxu2(most, __vmaxu2(magnitudes(w.z), magnitudes(w.w)));
-        }
-        most = max(most & 0xFFFF, most >> 16);
-#pragma unroll
-        for (int by = 1; by < TOGETHER; by *= 2) most = max(most, (u32)__shfl_xor_sync(ALL, (int)most, by));
-        if (b < blocks && lane % TOGETHER == 0) atomicMax(top + row, most);
+        uint4 *at = (uint4 *)(x[row] + b % (COLUMNS / 16) * 32), v, w;
+        if (CELLS) load_filled(v, w, from + 16 * b);
+        else v = ((const uint4 *)from)[2 * b], w = ((const uint4 *)from)[2 * b + 1];
+        at[0] = v, at[1] = w;
+        u32 most = __vmaxu2(__vmaxu2(magnitudes(v.x), magnitudes(v.y)), __vmaxu2(magnitudes(v.z), magnitudes(v.w)));
+        most = __vmaxu2(most, __vmaxu2(magnitudes(w.x), magnitudes(w.y)));
+        most = __vmaxu2(most, __vmaxu2(magnitudes(w.z), magnitudes(w.w)));
+        atomicMax(top + row, max(most & 0xFFFF, most >> 16));
     }
     meet_at<COUNT>(FIRST_THREAD ? 15 : 0);
     for (int b = mine; b < blocks; b += COUNT) {
