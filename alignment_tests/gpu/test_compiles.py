@@ -216,7 +216,8 @@ def test_the_chosen_attention_schedules_fit(longest, group, head):
 @pytest.mark.parametrize(
     ("head", "segments", "pieces", "chosen"),
     [
-        (128, 1, 4, attention.Cluster(8)), (128, 4, 16, attention.Decode(4)), (64, 1, 3, attention.Cluster(4)),
+        (128, 1, 4, attention.Cluster(8)), (128, 1, 16, attention.Cluster(4)),
+        (128, 4, 16, attention.Decode(4)), (64, 1, 3, attention.Cluster(4)),
         (128, 1, 17, attention.Decode(4)), (128, 8, 512, attention.Decode(1)), (128, 1, 256, attention.Decode(2)),
         (48, 1, 1, attention.Schedule(64, 4, 1)),
     ],

@@ -78,7 +78,7 @@ def choose(
     # Few programs need their warps each; many share a processor, the smaller the more.
     few = Decode(4) if programs <= 132 else Decode(1) if segments > 1 else Decode(2)
     if segments == 1 and programs <= attention_cluster.FEW:  # of more segments only 8 were timed: slower
-        few = Cluster(H // attention_cluster.COLUMNS)
+        few = Cluster(attention_cluster.blocks_for(H, programs))
     # A tile takes some 1,800 cycles with two groups and 2,300 with three; a processor does one program after another.
     rows, pairs = max(64 // group, 1), programs // segments
     two, three = (cycles * cdiv(cdiv(longest, rows * n) * pairs, 132) for n, cycles in ((2, 18), (3, 23)))

@@ -7,7 +7,8 @@ from minitransformer.ops.gpu import cuda, device
 
 SOURCE, THREADS = "attention_cluster.cu", 128
 ROWS, COLUMNS = 16, 16  # (token, query head) pairs of a piece of work; least columns of the values of a block
-FEW = 16  # pieces of work (sequences times key/value heads, a segment each): with more, one a block is faster
+# Pieces of work (sequences times key/value heads, a segment each): with more, one a block is faster.
+FEW, FEWER = 16, 8  # with more than the latter, by four blocks each
 
 
 def defines(longest: int, group: int, H: int, blocks: int) -> tuple[tuple[str, int], ...]:
@@ -19,6 +20,11 @@ def defines(longest: int, group: int, H: int, blocks: int) -> tuple[tuple[str, i
 def shared(H: int, blocks: int) -> int:
     """Bytes of shared memory: a share of the keys and values, two numbers a tile and row, two barriers."""
     return 4 * SEGMENT * H // blocks + 8 * SEGMENT // KEY_TILE * ROWS + 16
+
+
+def blocks_for(H: int, pieces: int) -> int:
+    """That share each of so many pieces, from times on an H200."""
+    return min(H // COLUMNS, 8 if pieces <= FEWER else 4)
 
 
 def fits(longest: int, group: int, H: int, blocks: int) -> bool:
