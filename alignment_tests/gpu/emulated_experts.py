@@ -20,12 +20,12 @@ ARITHMETIC = {
     "and.b32": "d = a & 0x7FFF7FFF;",
     "cvt.rn.bf16x2": "pair = nearest_bf16(even) | (u32)nearest_bf16(odd) << 16;",
 }
-# The start of an instruction's text -> the call that stands for it. A barrier counts the pieces that have come, behind
-# the 64 bytes of their tile's scales.
+# The start of an instruction's text -> the call that stands for it. A barrier counts the pieces that have come.
 CALLS = ARITHMETIC | {
     "mbarrier.init": "*(u64 *)barrier = 0;",
     "{.reg .pred done": "while (((std::atomic_ref(*barrier) - 1) & 1) != parity) std::this_thread::yield();",
-    "cp.async.bulk.shared": "memcpy(to, from, bytes), std::atomic_ref(*barrier) += bytes != 64;",
+    "cp.async.bulk.shared": "memcpy(to, from, bytes), std::atomic_ref(*barrier)++;",
+    "ld.global.f32": "v = *at;",
     "mma.sync.aligned.m16n8k16": "mma_m16n8k16(acc, a, {b0, b1});",
     "ldmatrix": "v = load_matrices(at);",
     "bar.sync %0, %1": "barrier_of(number, COUNT).arrive_and_wait();",

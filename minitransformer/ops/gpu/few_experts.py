@@ -72,7 +72,7 @@ def defines(T: int, slots: int, D: int, F: int, blocks: int) -> tuple[tuple[str,
     """What nvfp4_experts.cu is compiled with: as deep a ring as fits."""
     workers, first, second = 8 if T == 1 else 16, _piece(D, 8), _piece(F, 12 if T == 1 else 8)
     warps = workers + 8
-    left, piece = SHARED_LIMIT - _fixed(T, slots, D, F, blocks, warps), workers * (max(first, second) * UNIT_BYTES + 72)
+    left, piece = SHARED_LIMIT - _fixed(T, slots, D, F, blocks, warps), workers * (max(first, second) * UNIT_BYTES + 8)
     tiles = cdiv(2 * F // UNIT_ROWS * T * slots, blocks * workers)  # of FC1, of a warp
     depth = min(left // piece, tiles * D // (first * UNIT_COLUMNS) + F // (second * UNIT_COLUMNS))
     values = {"TOKENS": T, "SLOTS": slots, "HIDDEN": D, "WIDTH": F, "BLOCKS": blocks, "WARPS": warps}
@@ -118,7 +118,7 @@ def forward(
         cuda.launch(
             cuda.kernel(home, SOURCE, "experts", how, sizes["SHARED"]),
             sizes["BLOCKS"], 32 * sizes["WARPS"], sizes["SHARED"],
-            (aligned(x), *places, weights, gate_up[0], aligned(scales[0]), down[0], aligned(scales[1]), cells, out,
+            (aligned(x), *places, weights, gate_up[0], scales[0], down[0], scales[1], cells, out,
              begun, device.faults(home), plan.num_experts,
              device.slot("experts.gate_up"), device.slot("experts.down")),
             early=True, meets=True,

@@ -30,9 +30,8 @@
 #define EMPTY 0xFFFF
 
 struct Group { int expert, first, count; };  // up to 8 rows of an expert
-struct Slot { char units[PIECE]; float scales[16]; };  // a piece of a tile; the tile's outer scales, with its first piece
 struct Shared {
-    Slot ring[WORKERS][DEPTH];
+    char ring[WORKERS][DEPTH][PIECE];
     char x[TOKENS][STRIDE(HIDDEN)], h[ROWS][STRIDE(WIDTH)];  // BF16, then code * scale in the same place
     u64 full[WORKERS][DEPTH];
     float up[2][WORKERS / 2][4][32];
@@ -61,7 +60,6 @@ struct Tile { int group, tile, part; };
 // A warp's tiles in turn, and its place in the ring.
 struct Work {
     const char *gate_up, *down, *at;
-    const float *gate_up_scale, *down_scale;
     int groups, first_turns, turns;  // of FC1, of both
     int turn, piece, in, room;       // what is asked for next, into which slot; slots that are free
     int slot, phase;                 // what comes next
@@ -86,19 +84,15 @@ struct Work {
         if (turn >= end || room == 0) return;
         const bool first = turn < first_turns;
         const int bytes = (first ? FIRST : SECOND) * UNIT, pieces = first ? HIDDEN / 64 / FIRST : WIDTH / 64 / SECOND;
-        const float *scale = nullptr;
         if (piece == 0) {
             Tile t = tile(turn);
             i64 tile = (i64)s.group[t.group].expert * (first ? 2 * PAIRS : COLUMN_TILES) + t.tile;
             at = first ? gate_up + tile * (HIDDEN / 64 * UNIT) : down + tile * (WIDTH / 64 * UNIT);
-            scale = (first ? gate_up_scale : down_scale) + tile * 16;
         }
         if ((threadIdx.x & 31) == 0) {
             u64 *barrier = &s.full[threadIdx.x >> 5][in];
-            Slot &slot = s.ring[threadIdx.x >> 5][in];
-            expect(barrier, bytes + (scale ? 64 : 0));
-            if (scale) copy(slot.scales, scale, 64, barrier);
-            copy(slot.units, at + piece * bytes, bytes, barrier);
+            expect(barrier, bytes);
+            copy(s.ring[threadIdx.x >> 5][in], at + piece * bytes, bytes, barrier);
         }
         if (++piece == pieces) piece = 0, turn++;
         if (++in == DEPTH) in = 0;
@@ -130,20 +124,16 @@ __device__ __forceinline__ void multiply(float (&acc)[4], const Operands &of) {
     }
 }
 
-struct Columns { float low, high; };  // outer scales of rows g and g + 8 of a tile of the weight
-
 // The chain of a tile: acc of rows g, g + 8 of the weight and 2t, 2t + 1 of x. A unit is read while the one before it is
 // multiplied: a warp waits for each of its products, and has no time to wait for shared memory as well.
 template <int UNITS, int AT_ONCE>
-__device__ __forceinline__ Columns chain(float (&acc)[4], Work &work, Shared &s, const char *row) {
+__device__ __forceinline__ void chain(float (&acc)[4], Work &work, Shared &s, const char *row) {
     constexpr int UNROLL = AT_ONCE % 4 == 0 ? 4 : AT_ONCE % 3 == 0 ? 3 : AT_ONCE % 2 == 0 ? 2 : 1;
     static_assert(UNITS % AT_ONCE == 0, "pieces are whole");
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int warp = threadIdx.x >> 5;
+    const char *at = s.ring[warp][work.slot];
+    u32 x = address(row) + (threadIdx.x & 31) / 8 * 16;
     wait(&s.full[warp][work.slot], work.phase);
-    const Slot &slot = s.ring[warp][work.slot];
-    const Columns column = {slot.scales[lane / 4], slot.scales[lane / 4 + 8]};
-    const char *at = slot.units;
-    u32 x = address(row) + lane / 8 * 16;
     Operands now = read(at, x);
 #pragma unroll 1
     for (int u = UNROLL; u <= UNITS; u += UNROLL, at += UNROLL * UNIT, x += UNROLL * 128) {
@@ -152,7 +142,7 @@ __device__ __forceinline__ Columns chain(float (&acc)[4], Work &work, Shared &s,
             const bool over = d == UNROLL && u % AT_ONCE == 0;  // a piece ends with `now`
             if (over) {
                 work.advance();
-                at = s.ring[warp][work.slot].units - d * UNIT;
+                at = s.ring[warp][work.slot] - d * UNIT;
                 if (u < UNITS) wait(&s.full[warp][work.slot], work.phase);
             }
             const Operands next = read(at + d * UNIT, x + d * 128);  // at the end of all nobody's
@@ -164,7 +154,6 @@ __device__ __forceinline__ Columns chain(float (&acc)[4], Work &work, Shared &s,
             }
         }
     }
-    return column;
 }
 
 // 16 cells that other blocks fill, once all of them are filled.
@@ -241,15 +230,25 @@ __device__ __forceinline__ void fill(u16 *cell, u32 value) {
     asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" :: "l"(cell), "h"((u16)value) : "memory");
 }
 
+struct Columns { float low, high; };  // outer scales of rows g and g + 8 of a tile of the weight
+
+// Asked for before the chain, needed behind it.
+template <int TILES>
+__device__ __forceinline__ Columns columns_of(const float *scale, const Group &group, const Tile &tile) {
+    const float *at = scale + ((i64)group.expert * TILES + tile.tile) * 16 + (threadIdx.x & 31) / 4;
+    return {load_early(at), load_early(at + 8)};
+}
+
 // FC1 and SwiGLU: rows of h, in filled; the same cells of emptied are for the next launch.
-__device__ __forceinline__ void first_product(Shared &s, Work &work, u16 *filled, u16 *emptied) {
+__device__ __forceinline__ void first_product(Shared &s, Work &work, const float *scale, u16 *filled, u16 *emptied) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     for (int turn = 0; turn < work.first_turns; turn++) {
         const Tile tile = work.tile(turn);
         const Group group = s.group[tile.group];
         float acc[4] = {}, v[4];
         const char *x = s.x[s.token[group.first + min(lane % 8, group.count - 1)]];
-        const Columns column = chain<HIDDEN / 64, FIRST>(acc, work, s, x);
+        const Columns column = columns_of<2 * PAIRS>(scale, group, tile);
+        chain<HIDDEN / 64, FIRST>(acc, work, s, x);
 #pragma unroll
         for (int c = 0; c < 4; c++) {
             const int token = s.token[group.first + min(2 * t + (c & 1), group.count - 1)];
@@ -271,21 +270,26 @@ __device__ __forceinline__ void first_product(Shared &s, Work &work, u16 *filled
 }
 
 // FC2: this block's columns of y.
-__device__ __forceinline__ void second_product(Shared &s, Work &work) {
+__device__ __forceinline__ void second_product(Shared &s, Work &work, const float *scale) {
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     for (int turn = work.first_turns; turn < work.turns; turn++) {
         const Tile tile = work.tile(turn);
         const Group group = s.group[tile.group];
         float acc[4] = {};
         const char *h = s.h[group.first + min(lane % 8, group.count - 1)];
-        const Columns column = chain<WIDTH / 64, SECOND>(acc, work, s, h);
+        const Columns column = columns_of<COLUMN_TILES>(scale, group, tile);
+        chain<WIDTH / 64, SECOND>(acc, work, s, h);
+        u32 y[4];
+#pragma unroll
+        for (int c = 0; c < 4; c++) {  // of rows that there are not too: without a branch all four are under way at once
+            const float outer = s.h_outer[group.first + min(2 * t + (c & 1), group.count - 1)];
+            const float factor = __fmul_rn(outer, c & 2 ? column.high : column.low);
+            y[c] = pair_of(__fmul_rn(__fmul_rn(acc[c], 524288.0f), factor), 0.0f);
+        }
 #pragma unroll
         for (int c = 0; c < 4; c++) {
             const int row = 2 * t + (c & 1);
-            if (row >= group.count) continue;
-            const float factor = __fmul_rn(s.h_outer[group.first + row], c & 2 ? column.high : column.low);
-            s.y[tile.part][group.first + row][g + (c & 2 ? 8 : 0)] =
-                pair_of(__fmul_rn(__fmul_rn(acc[c], 524288.0f), factor), 0.0f);
+            if (row < group.count) s.y[tile.part][group.first + row][g + (c & 2 ? 8 : 0)] = y[c];
         }
     }
 }
@@ -320,7 +324,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const u16 *x, c
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int own = (COLUMN_TILES - (int)blockIdx.x + BLOCKS - 1) / BLOCKS;
-    Work work = {gate_up, down, nullptr, gate_up_scale, down_scale};
+    Work work = {gate_up, down};
     if (warp < WORKERS) {
         work.groups = read_plan(s, order, rows, bounds, weights, experts);
         const int tiles = 2 * ((work.groups * PAIRS - (int)blockIdx.x + BLOCKS - 1) / BLOCKS);
@@ -340,12 +344,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const u16 *x, c
     __syncthreads();
 
     u16 *filled = cells + s.half * (ROWS * WIDTH);
-    first_product(s, work, filled, cells + (1 - s.half) * (ROWS * WIDTH));
+    first_product(s, work, gate_up_scale, filled, cells + (1 - s.half) * (ROWS * WIDTH));
     for (int i = 0; i < DEPTH; i++) work.ask(s, work.turns);
     __syncthreads();  // whoever looks for rows takes no time from the products
     quantise<WIDTH, true, 0>(s.h, filled, ROWS, s.h_top, s.h_outer);
     __syncthreads();
-    second_product(s, work);
+    second_product(s, work, down_scale);
     __syncthreads();
     combine(s, out, own);
     for (int r = threadIdx.x; r < ROWS && blockIdx.x == 0; r += THREADS)
