@@ -35,8 +35,9 @@ def _place(home: torch.device, count: int, how: tuple) -> tuple[Tensor, Tensor]:
 
 
 def _taken(home: torch.device) -> int:
-    """How many cells have an owner."""
-    return max((end for _, _, end in _places.get(home, {}).values()), default=0)
+    """How many cells have an owner: those up to the last place's end."""
+    places = _places.get(home)
+    return next(reversed(places.values()))[2] if places else 0
 
 
 def _is_room(home: torch.device, count: int) -> bool:
@@ -46,7 +47,7 @@ def _is_room(home: torch.device, count: int) -> bool:
 
 
 def _cells(T: int, slots: int, F: int) -> int:
-    """Two for each number of SwiGLU's rows."""
+    """Two for each number of SwiGLU's rows, which take turns."""
     return 2 * T * slots * F
 
 
@@ -62,7 +63,7 @@ def _blocks(home: torch.device, D: int) -> int:
 
 
 def _piece(width: int, most: int) -> int:
-    """Units of 64 columns that a copy brings, at most: they divide a row of the weight."""
+    """How many units of 64 columns a copy brings: as many as divide a row of the weight, up to `most`."""
     units = width // UNIT_COLUMNS
     return max(n for n in range(1, most + 1) if units % n == 0)
 
