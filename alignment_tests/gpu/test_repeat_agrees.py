@@ -43,10 +43,10 @@ def steps(model) -> list[torch.Tensor]:
 def test_repeated_layers_have_their_own_bits(name, early):
     model = tiny_model(**DEMO).to("cuda")
     model.set_recipe(RECIPES[name])
-    with mock.patch.object(repeat, "MAX_TOKENS", 0), mock.patch.dict(device.CHAIN, launch_pdl=False):
+    with mock.patch.object(repeat, "MAX_TOKENS", 0), mock.patch.dict(device.EARLY, launch_pdl=False):
         want = steps(model)
     again = repeat.Recording.again
-    with mock.patch.dict(device.CHAIN, launch_pdl=early):
+    with mock.patch.dict(device.EARLY, launch_pdl=early):
         steps(model)  # every call's key is known from here on
         with mock.patch.object(repeat.Recording, "again", autospec=True, side_effect=again) as repeated:
             got = steps(model)

@@ -146,7 +146,7 @@ def _tiles(schedule, q, k, v, batch: Batch, positions, key_rows, bounds, longest
     elif isinstance(schedule, Decode):
         attention_decode.decode_kernel[(pairs, batch.num_sequences)](
             *common, KEY_TILE, SEGMENT, schedule.tiles, split,
-            num_warps=schedule.tiles, **device.STRICT, **device.CHAIN,
+            num_warps=schedule.tiles, **device.STRICT, **device.EARLY,
         )  # fmt: skip
     else:
         attention_tiles.attention_kernel[(cdiv(longest, tokens), pairs, batch.num_sequences)](
@@ -156,7 +156,7 @@ def _tiles(schedule, q, k, v, batch: Batch, positions, key_rows, bounds, longest
     if split:
         attention_tiles.fold_kernel[(T * N,)](
             m_s, l_s, acc_s, positions, o, m, l, N, T * N, H, next_power_of_2(H), SEGMENT, 16,
-            num_warps=1, **device.STRICT, **device.CHAIN,
+            num_warps=1, **device.STRICT, **device.EARLY,
         )  # fmt: skip
 
 

@@ -44,4 +44,4 @@ def launch(
     bounds = None if longest == 1 and T == sequences else bounds  # sequence s is token s
     arguments = q, k, v, positions, key_rows, bounds, *outputs, float(_scale(H)), *sizes
     clusters = min(G * sequences * segments, device.multiprocessors(q.device) * 3 // blocks)  # as many as run at once
-    cuda.launch(function, clusters * blocks, THREADS, size, arguments, device.CHAIN["launch_pdl"])
+    cuda.launch(function, clusters * blocks, THREADS, size, arguments, device.EARLY["launch_pdl"])

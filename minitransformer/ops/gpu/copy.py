@@ -44,5 +44,5 @@ def copy(op: str, x: Tensor, index: Tensor, y: Tensor, limit: int, scatter: bool
     with on(y.device):
         copy_kernel[(cdiv(count, rows), cdiv(D, columns))](
             x, index, y, device.faults(y.device), count, limit, D, scatter, rows, columns, device.slot(op),
-            num_warps=4, **device.ROWS, **device.CHAIN,
+            num_warps=4, **device.ROWS, **device.EARLY,
         )  # fmt: skip

@@ -15,8 +15,8 @@ STRICT = {"enable_fp_fusion": False, "enable_reflect_ftz": True}
 # Without tl.exp2 nothing may flush.
 ROWS = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 
-# Launched before the kernel in front has ended: only kernels that call tiles.in_turn first.
-CHAIN = {"launch_pdl": True}
+# Launched before the kernel in front has ended (`early` of cuda.launch): only kernels that call tiles.in_turn first.
+EARLY = {"launch_pdl": True}
 
 # What a kernel can only find by looking at values. It leaves the first bad row in its op's slot of its layer; the host
 # reads the slots where it waits for the GPU anyway (`check`), so a bad row is refused, but later than on the CPU.

@@ -170,7 +170,7 @@ def plan(expert_ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
         if R <= 1024:
             block = max(128, next_power_of_2(R))
             few_kernel[(E,)](
-                ids, *out, R, E, slots, block, where, num_warps=4, **device.ROWS, **device.CHAIN
+                ids, *out, R, E, slots, block, where, num_warps=4, **device.ROWS, **device.EARLY
             )
             return order, rows, bounds
         # A small block sorts fast; each reads the counts of all.
@@ -199,7 +199,7 @@ def _spread(op: str, x_TD: Tensor, plan, with_amax: bool) -> tuple[Tensor, Tenso
         with on(home):
             spread_kernel[grid](
                 x, rows, out, amax, T, D, K, with_amax, block, columns, next_power_of_2(K),
-                num_warps=4, **device.ROWS, **device.CHAIN,
+                num_warps=4, **device.ROWS, **device.EARLY,
             )  # fmt: skip
     return out, amax
 
@@ -225,7 +225,7 @@ def combine(y_RD: Tensor, plan, weights_TK: Tensor | None = None) -> Tensor:
         with on(home):
             combine_kernel[(cdiv(T, block), cdiv(D, columns))](
                 y, rows, weights, out, T, D, K, weights_TK is not None, block, columns,
-                num_warps=4, **device.ROWS, **device.CHAIN,
+                num_warps=4, **device.ROWS, **device.EARLY,
             )  # fmt: skip
     return out
 

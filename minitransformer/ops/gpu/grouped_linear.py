@@ -102,7 +102,7 @@ def tiled(
         grouped_kernel[(tiles_m * cdiv(N, tile.n),)](
             x, w, y, bounds, weights, order, tiles_m, E, N, K,
             tile.m, tile.n, tile.k, tile.swap, K % tile.k == 0, next_power_of_2(E), end, 4,
-            num_warps=tile.warps, num_stages=tile.stages, **device.STRICT, **device.CHAIN,
+            num_warps=tile.warps, num_stages=tile.stages, **device.STRICT, **device.EARLY,
         )  # fmt: skip
 
 

@@ -162,7 +162,7 @@ def forward(
         (pingpong if tile.pingpong else few_rows).product(x, w, y, tile)
         return y
     count = cdiv(M, tile.m) * cdiv(N, tile.n)
-    options = {"num_warps": tile.warps, "num_stages": tile.stages, **device.STRICT, **device.CHAIN}
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, **device.STRICT, **device.EARLY}
     with on(home):
         if tile.tma:
             x_desc, w_desc = Window(x, (tile.m, tile.k)), Window(w, (tile.n, tile.k))
@@ -171,7 +171,7 @@ def forward(
             )
         else:
             # Few programs of few rows: all begin at once, and each asks for a weight that is its own.
-            early = device.CHAIN["launch_pdl"] and tile.m <= 16 and count <= 2 * programs
+            early = device.EARLY["launch_pdl"] and tile.m <= 16 and count <= 2 * programs
             linear_kernel[(count,)](
                 x, w, y, M, N, K, tile.m, tile.n, tile.k, tile.swap, K % tile.k == 0, early, **options
             )

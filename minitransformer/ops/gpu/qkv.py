@@ -99,6 +99,6 @@ def forward(
             qkv_kernel[(cdiv(T * heads, block),)](
                 qkv, qw, kw, positions, table, rows, q, *caches, device.faults(home), eps, T * heads, table.shape[0],
                 R, N, G, H // 2, block, device.slot("rope"), device.slot("kv_store"),
-                num_warps=4, **device.ROWS, **device.CHAIN,
+                num_warps=4, **device.ROWS, **device.EARLY,
             )  # fmt: skip
     return q

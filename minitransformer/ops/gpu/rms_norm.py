@@ -181,7 +181,7 @@ def forward(x: Tensor, residual: Tensor | None, weight_D: Tensor, eps: float) ->
         with on(home):
             forward_kernel[(cdiv(T, block),)](
                 rows, old, w, y, y if new is None else new, eps, T, D, block, residual is not None, keep,
-                num_warps=warps, **device.ROWS, **device.CHAIN,
+                num_warps=warps, **device.ROWS, **device.EARLY,
             )  # fmt: skip
     return y, new
 

@@ -109,7 +109,7 @@ def forward(logits_TE: Tensor, top_k: int, norm_topk_prob: bool) -> tuple[Tensor
         with on(home):
             router_kernel[(cdiv(T, ROWS),)](
                 logits, weights, ids, device.faults(home), T, E, top_k, norm_topk_prob, next_power_of_2(E),
-                next_power_of_2(top_k), ROWS, device.slot("router"), num_warps=4, **device.ROWS, **device.CHAIN,
+                next_power_of_2(top_k), ROWS, device.slot("router"), num_warps=4, **device.ROWS, **device.EARLY,
             )  # fmt: skip
     return weights, ids
 

@@ -76,7 +76,7 @@ def forward(gate_up_R2F: Tensor) -> Tensor:
         with on(home):
             block = rows_of(R, 8)
             grid = cdiv(R, block), cdiv(F, COLUMNS)
-            swiglu_kernel[grid](x, out, R, F, block, COLUMNS, num_warps=4, **device.ROWS, **device.CHAIN)
+            swiglu_kernel[grid](x, out, R, F, block, COLUMNS, num_warps=4, **device.ROWS, **device.EARLY)
     return out
 
 
@@ -91,7 +91,7 @@ def forward_amax(gate_up_R2F: Tensor) -> tuple[Tensor, Tensor]:
             block, columns, warps = (4, COLUMNS, 4) if R >= 1024 else (1, WHOLE, 8 if R > 128 else 16)
             grid = (cdiv(R, block),)
             amax_kernel[grid](
-                x, out, amax, R, F, block, columns, num_warps=warps, **device.ROWS, **device.CHAIN
+                x, out, amax, R, F, block, columns, num_warps=warps, **device.ROWS, **device.EARLY
             )
     return out, amax
 

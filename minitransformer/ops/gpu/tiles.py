@@ -36,7 +36,7 @@ class Tile(NamedTuple):
 
 @triton.jit
 def in_turn():
-    """Stands before a kernel's first access to memory. Where it was launched early (device.CHAIN), the kernels in front
+    """Stands before a kernel's first access to memory. Where it was launched early (device.EARLY), the kernels in front
     end and what they wrote can be read; then the one behind may begin, which waits here in its turn."""
     if cuda_capability_geq(9, 0):
         gdc_wait()
