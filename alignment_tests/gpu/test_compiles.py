@@ -229,6 +229,12 @@ def test_a_decode_step_takes_the_schedule_that_was_the_fastest(head, segments, p
     assert any(type(found) is type(one) and found == one for one in attention.CANDIDATES)
 
 
+def test_a_smaller_gpu_is_full_with_fewer_programs():
+    few, many = (1, 8, 128, False, 1, 100), (528, 8, 128, True, 1, 4)
+    assert attention.choose(*few) == attention.Decode(4) and attention.choose(*few, 66) == attention.Decode(2)
+    assert {attention.choose(*many, n).groups for n in range(60, 133)} == {2, 3}
+
+
 @pytest.mark.parametrize(("N", "K"), [(5120, 2048), (2048, 4096), (128, 2048), (2048, 768), (151936, 2048), (7, 9)])
 def test_the_chosen_linear_schedules_are_candidates(N, K):
     """So they were compiled here and checked on the GPU, for every number of rows."""

@@ -71,17 +71,18 @@ def fits(schedule, longest: int, group: int, H: int) -> bool:
 
 
 def choose(
-    longest: int, group: int, H: int, contiguous: bool, segments: int = 1, programs: int = 1
+    longest: int, group: int, H: int, contiguous: bool, segments: int = 1, programs: int = 1, processors: int = 132
 ) -> Schedule | Prefill | Decode | Cluster:
     """For the most query tokens of one sequence, the query heads of a key/value head, the segments of the longest
-    sequence and those of all sequences and key/value heads. From times on an H200."""
+    sequence and those of all sequences and key/value heads; processors of the GPU. From times on an H200, which has
+    132."""
     # Few programs need their warps each; many share a processor, the smaller the more.
-    few = Decode(4) if programs <= 132 else Decode(1) if segments > 1 else Decode(2)
+    few = Decode(4) if programs <= processors else Decode(1) if segments > 1 else Decode(2)
     if segments == 1 and programs <= attention_cluster.FEW:  # of more segments only 8 were timed: slower
         few = Cluster(attention_cluster.blocks_for(H, programs))
     # A tile takes some 1,800 cycles with two groups and 2,300 with three; a processor does one program after another.
     rows, pairs = max(64 // group, 1), programs // segments
-    two, three = (cycles * cdiv(cdiv(longest, rows * n) * pairs, 132) for n, cycles in ((2, 18), (3, 23)))
+    two, three = (cycles * cdiv(cdiv(longest, rows * n) * pairs, processors) for n, cycles in ((2, 18), (3, 23)))
     many = Prefill(2 if two < three else 3)
     for schedule in (few, many if longest * group > 64 else Schedule(64, 4, 1)):
         if fits(schedule, longest, group, H):
@@ -182,7 +183,9 @@ def forward(
         return outputs
     segments = cdiv(key_rows.shape[1], SEGMENT)
     contiguous = _contiguous(batch, k.shape[0])
-    schedule = schedule or choose(longest, N // G, H, contiguous, segments, segments * G * batch.num_sequences)
+    if schedule is None:
+        programs, processors = segments * G * batch.num_sequences, device.multiprocessors(home)
+        schedule = choose(longest, N // G, H, contiguous, segments, programs, processors)
     if not fits(schedule, longest, N // G, H):
         raise ValueError(f"attention: {schedule} does not take {longest} x {N // G} rows of {H}")
     bounds = _bounds(batch, home)
