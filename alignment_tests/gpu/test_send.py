@@ -17,6 +17,11 @@ READER = """
 import base64, io, sys, torch
 from alignment_tests.gpu.test_send import bits
 from alignment_tests.plugin.fake import Unpickler
+from minitransformer.plugins.sglang.identity import gpu
+from torch.multiprocessing import reductions
+
+rebuild, gpus = reductions.rebuild_cuda_tensor, [gpu(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
+reductions.rebuild_cuda_tensor = lambda *a: rebuild(*a[:6], gpus.index(a[6]), *a[7:])  # as SGLang reads the GPU
 for line in sys.stdin:
     for name, t in Unpickler(io.BytesIO(base64.b64decode(line))).load():
         print(name, t.dtype, list(t.shape), bits(t))

@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
+import pytest
+
 from alignment_tests.learner.tiny import tiny_model
 from alignment_tests.mutations import Mutation, patched
 from alignment_tests.plugin import test_align, test_send, test_sync
@@ -83,7 +85,9 @@ def _without_checksums():
 def _one_bit() -> None:
     test_sync.test_one_wrong_bit_on_the_server_is_named("layers.2.mlp.gate_up.weight")
 
-
+def _another_gpu() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        test_send.test_handles_go_to_the_learners_own_gpu_only(patch, "b", None, "distributed", None)
 
 
 MUTATIONS = [
@@ -106,6 +110,10 @@ MUTATIONS = [
     Mutation("handles of what is gone stay", "another tensor at an address has its own handle",
              patched(send.StorageWeakRef, "expired", lambda self: False),
              test_send.test_memory_that_is_gone_has_no_handle),
+    Mutation("a handle names its GPU by the learner's number", "processes may number their GPUs differently",
+             patched(send, "DEVICE", 5), test_send.test_one_handle_for_all_pieces_of_a_storage),
+    Mutation("a learner that knows no GPU", "handles go to the learner's own GPU only",
+             patched(send, "default_route", lambda url, directory, here, there: "tensor"), _another_gpu),
     Mutation("specs are not compared", "another recipe is told before sampling",
              patched(identity, "_forward", lambda entries: {}), test_align.check_another_recipe),
     Mutation("weights are not compared", "other weights are told before sampling",

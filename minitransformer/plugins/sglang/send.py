@@ -9,6 +9,7 @@ import secrets
 import shutil
 import socket
 import tempfile
+import threading
 import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,13 +24,15 @@ from torch.multiprocessing.reductions import StorageWeakRef, reduce_tensor
 
 from minitransformer.checkpoint_files import replacing_directory, write_json, write_sharded
 from minitransformer.errors import InputError
+from minitransformer.plugins.sglang.identity import gpu
 
 SHARED_MEMORY = "/dev/shm"
 ALIGNMENT = 16  # bytes: a view of any type may begin there
 SHARD_BYTES = 4 * 10**9
 Named = Sequence[tuple[str, Tensor]]
 Request = tuple[str, dict[str, Any]]
-COUNTER = slice(11, 13)  # of the arguments of torch's rebuild_cuda_tensor: ref_counter_handle and its offset
+# Of the arguments of torch's rebuild_cuda_tensor: the GPU, and ref_counter_handle with its offset.
+DEVICE, COUNTER = 6, slice(11, 13)
 NO_COUNTER = b"/minitransformer-counts-nothing"
 
 
@@ -44,6 +47,7 @@ class _Call:
 
 
 _handles: dict[int, tuple[StorageWeakRef, _Call]] = {}  # by address
+_handing = threading.Lock()
 
 
 def default_route(url: str, directory: str | Path | None, here: str | None, there: str | None) -> str:
@@ -72,16 +76,17 @@ def by_tensor(tensors: Named, same_gpu: bool = True) -> Iterator[Request]:
         copy = _Call(partial(torch.from_file, dtype=torch.uint8), file.name, False, file.tell())
         shared: list[tuple[str, Any]] = []
         kept: list[Tensor] = []  # until the context ends
-        for address in [address for address, (life, _) in _handles.items() if life.expired()]:
-            del _handles[address]
-        for name, t in tensors:
-            if t.is_cuda and same_gpu:
-                kept.append(t := t.contiguous())
-                whole, begin = _handle(t.untyped_storage()), t.storage_offset() * t.element_size()
-            else:
-                whole, begin = copy, next(begins)
-            bits = _Call(Tensor.narrow, whole, 0, begin, t.nbytes)
-            shared.append((name, _Call(Tensor.view, _Call(Tensor.view, bits, t.dtype), tuple(t.shape))))
+        with _handing:
+            for address in [address for address, (life, _) in _handles.items() if life.expired()]:
+                del _handles[address]
+            for name, t in tensors:
+                if t.is_cuda and same_gpu:
+                    kept.append(t := t.contiguous())
+                    whole, begin = _handle(t.untyped_storage()), t.storage_offset() * t.element_size()
+                else:
+                    whole, begin = copy, next(begins)
+                bits = _Call(Tensor.narrow, whole, 0, begin, t.nbytes)
+                shared.append((name, _Call(Tensor.view, _Call(Tensor.view, bits, t.dtype), tuple(t.shape))))
         for device in {t.device for t in kept}:
             torch.cuda.synchronize(device)  # a handle's own event is of the time when it was made
         pickled = io.BytesIO()
@@ -96,13 +101,15 @@ def _handle(storage: torch.UntypedStorage) -> _Call:
     Made by torch, which would wrap the memory once more for each new handle, and count who has yet to fetch it: memory
     of which nobody does is kept for ever, and so is what is fetched twice (the count has no sign). by_tensor keeps the
     tensors while a server reads, so the count is given back at once, and the server is told one that does not exist.
+    The GPU goes by its uuid, as SGLang reads it: processes may number their GPUs differently.
     """
-    address = storage.data_ptr()
-    if address not in _handles:
+    address, life = storage.data_ptr(), StorageWeakRef(storage)
+    if address not in _handles or _handles[address][0] != life:  # a resized storage may have left its address
         rebuild, arguments = reduce_tensor(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
         torch.UntypedStorage._release_ipc_counter_cuda(*arguments[COUNTER])
         arguments = *arguments[: COUNTER.start], NO_COUNTER, 0, *arguments[COUNTER.stop :]
-        _handles[address] = StorageWeakRef(storage), _Call(rebuild, *arguments)
+        arguments = *arguments[:DEVICE], gpu(storage.device), *arguments[DEVICE + 1 :]
+        _handles[address] = life, _Call(rebuild, *arguments)
     return _handles[address][1]
 
 
