@@ -1,7 +1,7 @@
 """nvfp4_experts.cu's own text on a CPU (warp.h, arithmetic.h): its PTX becomes calls, everything else stays as it is.
 
-Blocks run one after another, so nobody waits for another's numbers: an empty cell is read as 0, and the kernel runs
-twice, the second time on all rows. A piece is there when its copy returns.
+All blocks run at once and wait for each other's cells; the first one is late, and the second half of its 16 columns once
+more. A piece is there when its copy returns.
 """
 
 import torch
@@ -29,8 +29,8 @@ CALLS = ARITHMETIC | {
     "mma.sync.aligned.m16n8k16": "mma_m16n8k16(acc, a, {b0, b1});",
     "ldmatrix": "v = load_matrices(at);",
     "bar.sync %0, %1": "barrier_of(number, COUNT).arrive_and_wait();",
-    "atom.relaxed": "now = 0;",
-    "st.relaxed": "*cell = value;",
+    "atom.relaxed": "now = std::atomic_ref(*begun)++; if (blockIdx.x == 0) pause(100);",
+    "st.relaxed": "if (blockIdx.x == 0 && (size_t)cell / 2 % 16 >= 8) pause(20); *(volatile u16 *)cell = value;",
     "ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];": "v = load_cells(at);",
     "ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4 + 16];": "w = load_cells(at + 8);",
 }
@@ -41,17 +41,22 @@ MORE = """
 #include <mutex>
 using std::max;
 typedef unsigned short u16;
-static std::map<std::pair<int, int>, std::unique_ptr<std::barrier<>>> barriers;
+static std::map<std::tuple<int, int, int>, std::unique_ptr<std::barrier<>>> barriers;
 static std::mutex guard;
 static std::barrier<> &barrier_of(int number, int count) {
     std::lock_guard<std::mutex> lock(guard);
-    auto &mine = barriers[{number, count}];
+    auto &mine = barriers[{blockIdx.x, number, count}];
     if (!mine) mine = std::make_unique<std::barrier<>>(count);
     return *mine;
 }
+static void pause(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
 static uint4 load_cells(const u16 *at) {
+    static thread_local int waited = 0;
     uint4 v;
-    for (int i = 0; i < 8; i++) ((u16 *)&v)[i] = at[i] == 0xFFFF ? 0 : at[i];
+    bool empty = false;
+    for (int i = 0; i < 8; i++) empty |= (((u16 *)&v)[i] = ((volatile const u16 *)at)[i]) == 0xFFFF;
+    if (empty && waited++ < 1000) pause(1);
+    else if (empty) v = {};  // nobody fills them: wrong, and seen to be
     return v;
 }
 static void atomicMax(unsigned *at, unsigned value) {
@@ -63,12 +68,12 @@ static int __popc(unsigned value) { return __builtin_popcount(value); }
 ENTRY = """
 extern "C" void run(int blocks, int threads, int shared, const u16 *x, const i64 *order, const i64 *rows,
         const i64 *bounds, const float *weights, const char *gate_up, const float *gate_up_scale, const char *down,
-        const float *down_scale, u16 *cells, u16 *out, int *faults, int number) {
-    for (int twice = 0; twice < 2; twice++)
-        launch(blocks, threads, shared, [=] {
-            experts(x, order, rows, bounds, weights, gate_up, gate_up_scale, down, down_scale, cells, out, 0, faults,
-                    number, 0, 1);
-        });
+        const float *down_scale, u16 *cells, u16 *out, u64 *begun, int *faults, int number) {
+    barriers.clear();
+    launch(blocks, threads, shared, [=] {
+        experts(x, order, rows, bounds, weights, gate_up, gate_up_scale, down, down_scale, cells, out, begun, faults,
+                number, 0, 1);
+    }, blocks);
 }
 """
 
@@ -82,15 +87,18 @@ def host_text(text: str) -> str:
     return text.replace('#include "warp.h"', '#include "warp.h"' + MORE, 1)
 
 
-def forward(folder, x: Tensor, plan, weights_TK: Tensor, gate_up, down, blocks: int, text=None, **changes: int):
-    """As gpu.few_experts.forward by `blocks` blocks, on CPU tensors -> (out, faults, cells). changes: of defines."""
+def place(T: int, slots: int, F: int) -> tuple[Tensor, Tensor]:
+    """As few_experts._place gives it at first: empty cells, a counter."""
+    return torch.full((2, T * slots, F), -1, dtype=torch.int16), torch.zeros(1, dtype=torch.int64)
+
+
+def forward(folder, x: Tensor, plan, weights_TK: Tensor, gate_up, down, blocks: int, at, text=None, **changes: int):
+    """As gpu.few_experts.forward by `blocks` blocks, on CPU tensors -> (out, faults). at: place's; changes: defines."""
     (T, D), slots, F = x.shape, plan.rows_TK.shape[1], gate_up[1].shape[1] // 2
     sizes = dict(few_experts.defines(T, slots, D, F, blocks)) | changes
     run = emulated_product.library(str(folder), host_text(text or cuda.source_of(few_experts.SOURCE)),
                                    tuple(sizes.items())).run  # fmt: skip
-    cells, out = torch.zeros(2, T * slots, F, dtype=torch.int16), torch.full_like(x, torch.nan)
-    cells[0] = -1  # the other half is the launch's before
-    faults = torch.full((2,), 2**31 - 1, dtype=torch.int32)
-    tensors = (x, plan.order_R, plan.rows_TK, plan.bounds_E1, weights_TK, *gate_up, *down, cells, out, faults)
+    out, faults = torch.full_like(x, torch.nan), torch.full((2,), 2**31 - 1, dtype=torch.int32)
+    tensors = (x, plan.order_R, plan.rows_TK, plan.bounds_E1, weights_TK, *gate_up, *down, at[0], out, at[1], faults)
     run(blocks, 32 * sizes["WARPS"], sizes["SHARED"], *map(emulated_product._at, tensors), plan.num_experts)
-    return out, faults, cells
+    return out, faults

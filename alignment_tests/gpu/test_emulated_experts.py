@@ -27,13 +27,16 @@ from minitransformer.ops.gpu import (
 
 
 def check(folder, T, slots, E, D, F, blocks, text=None, same=False, **changes) -> None:
-    x, plan, routed, weights = case(T, slots, E, D, F, same=same)
-    operands = [operand(weights[name]) for name in ("gate_up", "down")]
-    got, faults, cells = emulated.forward(folder, x, plan, routed, *operands, blocks, text, **changes)
-    assert_bits_equal(got, reference(x, plan, routed, weights), f"{T} tokens, {D} x {F}, {blocks} blocks")
-    assert (faults == 2**31 - 1).all()
-    assert not (cells[0] == -1).any()
-    assert_bits_equal(cells[1], torch.full_like(cells[1], -1), "cells for the next launch")
+    """Three launches in the same place, each with other numbers: what one leaves there is not taken by the next."""
+    at = emulated.place(T, slots, F)
+    for n in range(3):
+        x, plan, routed, weights = case(T, slots, E, D, F, 10 * n + 1, same)
+        operands = [operand(weights[name]) for name in ("gate_up", "down")]
+        got, faults = emulated.forward(folder, x, plan, routed, *operands, blocks, at, text, **changes)
+        want = reference(x, plan, routed, weights)
+        assert_bits_equal(got, want, f"launch {n}, {T} tokens, {D} x {F}, {blocks} blocks")
+        assert (faults == 2**31 - 1).all() and at[1] == blocks * (n + 1)
+        assert_bits_equal(at[0][1 - n % 2], torch.full_like(at[0][0], -1), "cells for the next launch")
 
 
 # Tokens, experts a token, experts, hidden, width, blocks; warps, those that multiply, units a piece (two), depth.
@@ -60,7 +63,7 @@ def test_a_row_that_is_not_finite_names_its_token(tmp_path):
     x[1, 5], x[2, 7] = torch.inf, torch.nan
     operands = [operand(weights[name]) for name in ("gate_up", "down")]
     how = {"WARPS": 3, "WORKERS": 2, "DEPTH": 2, "SHARED": 1 << 17}
-    _, faults, _ = emulated.forward(tmp_path, x, plan, routed, *operands, 4, **how)
+    _, faults = emulated.forward(tmp_path, x, plan, routed, *operands, 4, emulated.place(3, 1, 64), **how)
     assert faults[0] == 1
 
 
@@ -85,7 +88,10 @@ FAULTS = {
     "a column of the neighbour's": ("blockIdx.x + part * BLOCKS) * 16", "blockIdx.x + part) * 16"),
     "a group's rows from the expert's start": ("{expert, r, min", "{expert, r & ~7, min"),
     "cells left filled": (", emptied[at] = EMPTY", ""),
-    "the other half of the cells": ("cells + s.half * (ROWS * WIDTH)", "cells + (1 - s.half) * (ROWS * WIDTH)"),
+    "the same half of the cells again": ("s.half = now / BLOCKS & 1", "s.half = 0"),
+    "halves that change too late": ("now / BLOCKS & 1", "now / 1000000 & 1"),
+    "cells that nobody waits for": ("while (most >> 16 == EMPTY || (most & 0xFFFF) == EMPTY)", "while (false)"),
+    "half of the cells waited for": ("most = __vmaxu2(most, __vmaxu2(__vmaxu2(w.x, w.y), __vmaxu2(w.z, w.w)));", ""),
 }  # fmt: skip
 
 
@@ -104,7 +110,7 @@ def test_blocks_that_meet_all_run_at_once(processors, each, taken, monkeypatch):
     monkeypatch.setattr(device, "multiprocessors", lambda _: processors)
     monkeypatch.setattr(cuda, "kernel", lambda *how: dict(how[3]))
     monkeypatch.setattr(cuda, "at_once", lambda sizes, *_: asked.append(sizes["BLOCKS"]) or each)
-    monkeypatch.setattr(device, "meeting", lambda _: (torch.zeros(4), torch.zeros(1 << 14)))
+    monkeypatch.setattr(few_experts, "_place", lambda *_: ())
     monkeypatch.setattr(few_experts, "on", lambda _: nullcontext())
     monkeypatch.setattr(quantised_rows, "operand", lambda *_: ())
     few_experts._meet.cache_clear()
@@ -122,24 +128,35 @@ def test_blocks_that_meet_all_run_at_once(processors, each, taken, monkeypatch):
 
 
 def test_launches_that_may_run_at_once_share_no_cells(monkeypatch):
-    """Nor do those of other shapes, which would find cells that are filled."""
-    home, stream, capturing = torch.device("cpu"), SimpleNamespace(cuda_stream=1), [False]
+    """Nor do those of other shapes, which would find cells that are filled. Who has a place keeps it where none is
+    left; a graph's launches follow one another."""
+    home, stream, capturing = torch.device("cpu"), SimpleNamespace(cuda_stream=1), [None]
     monkeypatch.setattr(few_experts, "_places", {})
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0] is not None)
+    monkeypatch.setattr(cuda, "capture", lambda _: capturing[0] or None)
 
-    def place(shape: int) -> tuple[int, int]:
-        cells, begun = few_experts._place(home, 8192 * shape, (shape,))
-        assert len(cells) == 8192 * shape and (cells == -1).all() and begun == 0
-        return cells.data_ptr(), begun.data_ptr()
+    def place(shape: int) -> tuple[int, int] | None:
+        found = few_experts._place(home, 8192 * shape, (shape,))
+        assert found is None or (len(found[0]) == 8192 * shape and (found[0] == -1).all() and found[1] == 0)
+        return found and (found[0].data_ptr(), found[1].data_ptr())
 
+    capturing[0] = 5
+    assert place(1) is None  # nothing is made in a graph
+    capturing[0] = None
     seen = [place(1), place(2)]
     stream.cuda_stream = 2
     seen.append(place(1))
-    capturing[0] = True
-    while few_experts._is_room(home, 8192):
-        seen.append(place(1))
+    capturing[0] = 0  # the driver doesn't say in which
+    assert place(1) is None
+    capturing[0] = 1
+    while (found := place(1)) is not None:
+        assert place(1) == found
+        seen.append(found)
+        capturing[0] += 1
     assert len({begun for _, begun in seen}) == len(seen) > 1000
     assert {at - seen[0][0] for at, _ in seen} == {0} | {2 * 8192 * n for n in (1, *range(3, len(seen) + 1))}
-    capturing[0], stream.cuda_stream = False, 1
+    capturing[0] = 7
+    assert place(1) == seen[9]
+    capturing[0], stream.cuda_stream = None, 1
     assert [place(1), place(2)] == seen[:2]

@@ -54,19 +54,29 @@ def test_many_tokens_join_fc1_and_swiglu(T, shape):
 
 
 def test_replays_and_two_streams():
-    """Forty layers in a graph, each with its own counter, replayed in two streams at once: no row of another's."""
-    made = [on_gpu(T, (8, 32, 512, 256), T) for T in range(1, gpu.few_experts.MOST + 1)]
-    wants, graphs = [want.cuda() for _, want in made], []
+    """Forty layers in a graph, of other numbers each time, replayed in two streams at once: no row of another's, nor of
+    the time before."""
+    shape, tokens, graphs = (8, 32, 512, 256), range(1, gpu.few_experts.MOST + 1), []
+    made = [on_gpu(T, shape, T) for T in tokens]
+    turns = [[(args[0].clone(), want.cuda()) for args, want in made], []]
+    for T, (args, _) in zip(tokens, made, strict=True):
+        x, plan, _, weights = case(T, *shape, T + 50)
+        turns[1].append((x.cuda(), reference(x, plan, args[2].cpu(), weights).cuda()))
     for args, _ in made:
         gpu.few_experts.forward(*args)  # compiles
+    places = gpu.few_experts._places[made[0][0][0].device]
     for _ in range(2):
-        graph, outs = torch.cuda.CUDAGraph(), []
+        graph, outs, before = torch.cuda.CUDAGraph(), [], len(places)
         with torch.cuda.graph(graph):
             for i in range(40):
                 outs.append(gpu.few_experts.forward(*made[i % len(made)][0]))
         graphs.append((graph, outs, torch.cuda.Stream()))
+        assert len(places) == before + len(made), "layers of a graph share a place"
     torch.cuda.synchronize()
-    for _ in range(25):
+    for turn in range(25):
+        for (args, _), (x, _) in zip(made, turns[turn % 2], strict=True):
+            args[0].copy_(x)
+        torch.cuda.synchronize()
         for graph, outs, stream in graphs:
             with torch.cuda.stream(stream):
                 for y in outs:
@@ -74,6 +84,7 @@ def test_replays_and_two_streams():
                 graph.replay()
                 graph.replay()
         torch.cuda.synchronize()
+        wants = [want for _, want in turns[turn % 2]]
         wrong = [i for _, outs, _ in graphs for i, y in enumerate(outs)
                  if not torch.equal(y.view(torch.int16), wants[i % len(wants)].view(torch.int16))]  # fmt: skip
         assert not wrong, f"layers {wrong[:10]} differ from the first"

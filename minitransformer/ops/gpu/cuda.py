@@ -19,6 +19,7 @@ from minitransformer.ops.gpu.launch import Window, watching
 
 OPTIONS = ("--fmad=false", "--std=c++17")  # no contraction; subnormals are kept unless -ftz is given
 _MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_CAPTURING = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _COOPERATIVE, _DEPENDENT_LAUNCH = 2, 6  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE, .._PROGRAMMATIC_STREAM_SERIALIZATION
 
 
@@ -151,6 +152,15 @@ def launch(
     config = _Config(blocks, 1, 1, threads, 1, 1, shared, stream, attributes, len(kinds))
     code = _driver().cuLaunchKernelEx(ctypes.byref(config), function, pointers, None)
     _done(code, _driver(), f"launch of {blocks} blocks of {threads} threads")
+
+
+def capture(stream: int) -> int | None:
+    """The number of the capture that this stream is in, no other's; None if there is none or the driver doesn't say."""
+    ask = getattr(_driver(), "cuStreamGetCaptureInfo_v2", None)
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    if ask is None or ask(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None):
+        return None
+    return number.value if status.value == _CAPTURING else None
 
 
 def _value(argument) -> ctypes._SimpleCData | ctypes.Array:

@@ -19,31 +19,31 @@ _places: dict[torch.device, dict] = {}  # of the launches of a GPU: owner -> (co
 _placing = Lock()
 
 
-def _place(home: torch.device, count: int, how: tuple) -> tuple[Tensor, Tensor]:
-    """The cells of a launch and its counter. Launches that may run at once must not share them, nor do those of other
-    shapes, which would leave cells filled. In a stream one follows another; what is captured may be replayed beside
-    anything, so it keeps its own for ever."""
-    captured = torch.cuda.is_current_stream_capturing()
-    owner = object() if captured else (how, torch.cuda.current_stream(home).cuda_stream)
+def _owner(home: torch.device, how: tuple) -> tuple | None:
+    """Who shares a place: launches of one shape that follow one another, in a stream or in a graph's part of one. What is
+    captured may be replayed beside anything else. None if the driver doesn't say in which graph this is."""
+    stream = torch.cuda.current_stream(home).cuda_stream
+    if not torch.cuda.is_current_stream_capturing():
+        return how, stream
+    graph = cuda.capture(stream)
+    return None if graph is None else (how, stream, graph)
+
+
+def _place(home: torch.device, count: int, how: tuple) -> tuple[Tensor, Tensor] | None:
+    """The cells of a launch and its counter; None if there is no room for one owner more. Launches that may run at once
+    must not share them, nor do those of other shapes, which would leave cells filled."""
+    owner = _owner(home, how)
     with _placing:
-        places = _places.setdefault(home, {})
+        if home not in _places and torch.cuda.is_current_stream_capturing():
+            return None  # a graph must not fill them
+        places, (counters, cells) = _places.setdefault(home, {}), device.meeting(home)
         if owner not in places:
-            places[owner] = len(places), _taken(home), _taken(home) + count
+            taken = next(reversed(places.values()))[2] if places else 0
+            if owner is None or len(places) == len(counters) or taken + count > len(cells):
+                return None
+            places[owner] = len(places), taken, taken + count
         at, first, end = places[owner]
-    counters, cells = device.meeting(home)
     return cells[first:end], counters[at : at + 1]
-
-
-def _taken(home: torch.device) -> int:
-    """How many cells have an owner: those up to the last place's end."""
-    places = _places.get(home)
-    return next(reversed(places.values()))[2] if places else 0
-
-
-def _is_room(home: torch.device, count: int) -> bool:
-    """Whether there is a place for one launch more."""
-    counters, cells = device.meeting(home)
-    return len(_places.get(home, ())) < len(counters) and _taken(home) + count <= len(cells)
 
 
 def _cells(T: int, slots: int, F: int) -> int:
@@ -98,7 +98,7 @@ def takes(home: torch.device, plan: Plan, gate_up: tuple[Tensor, Tensor], down: 
     if not 1 <= T <= MOST or not 1 <= slots <= 16 or D % UNIT_COLUMNS or F % UNIT_COLUMNS or 0 in (D, F):
         return False
     how = defines(T, slots, D, F, _blocks(home, D))
-    return dict(how)["DEPTH"] >= 2 and _is_room(home, _cells(T, slots, F)) and _meet(home, how)
+    return dict(how)["DEPTH"] >= 2 and _meet(home, how) and _place(home, _cells(T, slots, F), how) is not None
 
 
 def forward(
