@@ -1,7 +1,7 @@
 """nvfp4_experts.cu's own text on a CPU (warp.h, arithmetic.h): its PTX becomes calls, everything else stays as it is.
 
-All blocks run at once and wait for each other's cells; the first one is late, and the second half of its 16 columns once
-more. A piece is there when its copy returns.
+All blocks run at once and wait for each other's cells; the first one is late, and the second half of its 16 columns
+once more. A piece is there when its copy returns.
 """
 
 import torch

@@ -20,8 +20,8 @@ _placing = Lock()
 
 
 def _owner(home: torch.device, how: tuple) -> tuple | None:
-    """Who shares a place: launches of one shape that follow one another, in a stream or in a graph's part of one. What is
-    captured may be replayed beside anything else. None if the driver doesn't say in which graph this is."""
+    """Who shares a place: launches of one shape that follow one another, in a stream or in a graph's part of one. What
+    is captured may be replayed beside anything else. None if the driver doesn't say in which graph this is."""
     stream = torch.cuda.current_stream(home).cuda_stream
     if not torch.cuda.is_current_stream_capturing():
         return how, stream
