@@ -156,11 +156,12 @@ def launch(
 
 def capture(stream: int) -> int | None:
     """The number of the capture that this stream is in, no other's; None if there is none or the driver doesn't say."""
-    ask = getattr(_driver(), "cuStreamGetCaptureInfo_v2", None)
-    status, number = ctypes.c_int(), ctypes.c_uint64()
-    if ask is None or ask(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None):
-        return None
-    return number.value if status.value == _CAPTURING else None
+    status, number, rest = ctypes.c_int(), ctypes.c_uint64(), [None] * 4  # rest: what later versions would tell as well
+    for version in ("_v2", "", "_v3"):
+        ask = getattr(_driver(), f"cuStreamGetCaptureInfo{version}", None)
+        if ask and ask(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), *rest) == 0:
+            return number.value if status.value == _CAPTURING else None
+    return None
 
 
 def _value(argument) -> ctypes._SimpleCData | ctypes.Array:
