@@ -1,6 +1,7 @@
 """The short way of a launch (ops/gpu/launch.py) runs the code that Triton would run, with the same arguments."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +14,7 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from alignment_tests.gpu import fake_driver
-from minitransformer.ops.gpu import launch
+from minitransformer.ops.gpu import cuda, launch
 from minitransformer.ops.gpu.tiles import in_turn
 
 pytestmark = pytest.mark.skipif(triton.__version__ not in launch.VERSIONS, reason="this Triton has no short way")
@@ -154,3 +155,17 @@ def test_a_kernel_that_never_waits_is_not_launched_early(driver):
 def test_integers_are_tritons(n, by):
     assert launch.cdiv(n, by) == triton.cdiv(n, by)
     assert launch.next_power_of_2(n) == triton.next_power_of_2(n)
+
+
+@pytest.mark.parametrize(("versions", "code", "status", "number"), [
+    (("_v2", "_v3"), 0, 1, 77), (("",), 0, 1, 77), ((), 0, 1, None), (("_v2",), 901, 1, None), (("_v2",), 0, 0, None),
+])  # fmt: skip
+def test_a_capture_has_a_number_of_its_own(versions, code, status, number, monkeypatch):
+    """None where the driver doesn't know the question or refuses it, or the stream is in no capture."""
+    def ask(stream, state, identity, *rest):
+        state._obj.value, identity._obj.value = status, 77
+        return code
+
+    driver = SimpleNamespace(**{f"cuStreamGetCaptureInfo{version}": ask for version in versions})
+    monkeypatch.setattr(cuda, "_driver", lambda: driver)
+    assert cuda.capture(3) == number
