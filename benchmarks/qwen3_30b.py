@@ -202,8 +202,9 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=["whole", "decode"], choices=["whole", "decode"])
     parser.add_argument("--tiny", action="store_true", help="toy widths, on the CPU")
     parser.add_argument("--profile", action="store_true", help="write the kernels of each graph to --out")
-    parser.add_argument("--out", type=Path, default=Path(), help="folder; rows are added to its qwen3_30b.jsonl")
+    parser.add_argument("--out", type=Path, default=Path("build"), help="folder; rows are added to its qwen3_30b.jsonl")
     args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
     device = resolve("cpu" if args.tiny else "cuda")
     sizes = WIDTHS | dict(num_layers=args.layers, sparse_layers=(True,) * args.layers) | (TINY if args.tiny else {})
     begin = time.perf_counter()
@@ -214,6 +215,7 @@ def main() -> None:
           f"move {rate / 1e12:.2f} TB/s", flush=True)  # fmt: skip
 
     def note(row: dict) -> None:
+        row = {key: None if value != value else value for key, value in row.items()}  # JSON has no NaN
         print(json.dumps(row), flush=True)
         with open(args.out / "qwen3_30b.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")

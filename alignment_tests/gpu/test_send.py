@@ -1,5 +1,6 @@
 """by_tensor's handles between two processes of one GPU: what arrives, and what memory stays."""
 
+import os
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -69,7 +70,7 @@ def test_pieces_of_a_storage_arrive_again_and_again(same_gpu):
 @pytest.mark.parametrize("fetched", [0, 1, 2])
 def test_memory_goes_with_its_tensors(fetched):
     """A quantised copy is made for each sync; the server may be gone, or be asked to load it twice."""
-    before, files = torch.cuda.memory_allocated(), len(list(Path(send.SHARED_MEMORY).glob("torch_*")))
+    before = torch.cuda.memory_allocated()
     with reading() as read:
         for n in range(6):
             copy = torch.full((1 << 16,), float(n), device="cuda")
@@ -78,4 +79,5 @@ def test_memory_goes_with_its_tensors(fetched):
                     assert len(read(body)) == 1
             del copy
             assert torch.cuda.memory_allocated() == before
-    assert len(list(Path(send.SHARED_MEMORY).glob("torch_*"))) <= files + 1
+    # Torch's file of counters is this process's; others run beside it.
+    assert len(list(Path(send.SHARED_MEMORY).glob(f"torch_{os.getpid()}_*"))) <= 1
