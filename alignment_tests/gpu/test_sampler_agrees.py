@@ -132,7 +132,7 @@ def test_scores_equal_the_cpus(pair):
 
 @pytest.mark.parametrize("shape", ["tiny", "demo's widths, 30 layers"])
 def test_sampler_on_the_gpu_learner_on_the_cpu(shape):
-    """Every stage. The demo checkpoint itself is too large to carry here: its shape, with random weights."""
+    """Every stage. Of the demo checkpoint its shape, with random weights: the file need not be there."""
     changes = {} if shape == "tiny" else DEMO | dict(num_layers=30, sparse_layers=(True,) * 30, expert_size=1536,
                                                     num_experts=4, top_k=2)  # fmt: skip
     cpu = tiny_model(3, **changes)
