@@ -2,8 +2,8 @@
 
 SGLang spawns its workers, so only what Python itself runs at its start reaches them. On a machine without a GPU SGLang
 imports sgl_kernel, triton and torchvision at its top but calls none of them while our model runs. Packages named in
-MINITRANSFORMER_STUBS (launch.py sets it) become stubs of which every function raises when it is called: a call is an
-error, never a wrong number.
+MINITRANSFORMER_STUBS (launch.py sets it; "name?": only where it is not installed) become stubs of which every function
+raises when it is called: a call is an error, never a wrong number.
 """
 
 import enum
@@ -13,7 +13,9 @@ import os
 import sys
 import types
 
-STUBS = tuple(filter(None, os.environ.get("MINITRANSFORMER_STUBS", "").split(",")))
+NAMES = filter(None, os.environ.get("MINITRANSFORMER_STUBS", "").split(","))
+FIND = importlib.machinery.PathFinder.find_spec
+STUBS = [name.rstrip("?") for name in NAMES if not name.endswith("?") or FIND(name[:-1]) is None]
 
 
 class Stub(types.ModuleType):
