@@ -80,6 +80,8 @@ test-all: lint docs-check $(VENV)/.smollm2
 
 # Each worker has its own CUDA context; most of the time goes into compiling kernels and into the CPU reference.
 GPU_WORKERS ?= 12
+# PyTorch and Triton as verified on the H200, where .venv is not made yet.
+test-gpu: TORCH = torch==2.11.0
 test-gpu: $(VENV)/.installed
 	@$(PY) -m pytest -m gpu --tb=short -W ignore -n $(GPU_WORKERS) alignment_tests/gpu
 

@@ -1,11 +1,12 @@
 """The checksums of `sync` on an H200: its kernel gives hashlib's, wherever a tensor begins and ends."""
 
 import pytest
+import torch
 
 from alignment_tests.plugin.test_checksums import SIZES, noise
 from minitransformer.plugins.sglang.checksums import checksum, hashed
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 @pytest.mark.parametrize("n", [*SIZES, 1 << 24])
