@@ -1,9 +1,8 @@
-"""On an H200: the laws with our Triton kernels inside SGLang, output tokens a second beside stock SGLang, and syncs.
+"""On an H200: the laws with our Triton kernels inside SGLang, and syncs (benchmarks/sglang_speed.py: its speed).
 
   python3 -m alignment_tests.plugin.h200 make DIR tiny demo wide    checkpoints of random weights (wide: --layers)
   python3 -m alignment_tests.plugin.h200 keep DIR ENGINE ... &      starts engines all at once; ends them at DIR/stop
   python3 -m alignment_tests.plugin.h200 laws DIR ENGINE ...        the law table, the learner in this process
-  python3 -m alignment_tests.plugin.h200 speed DIR ENGINE ...       the engines by turns, the rest idle
   python3 -m alignment_tests.plugin.h200 sync DIR ENGINE ...        new weights by each route, and the old ones again
 
 ENGINE is CHECKPOINT-KIND[-graphs|-default][-bare][-VARIANT], such as wide-nvfp4-graphs or tiny-bf16-graphs-chunk64.
@@ -17,7 +16,6 @@ docs/sglang.md says how SGLang gets onto such a machine. --cpu runs all of it on
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -111,44 +109,6 @@ def table(args: argparse.Namespace, name: str) -> int:
     return differing
 
 
-def speed(args: argparse.Namespace) -> None:
-    """Output tokens a second, log-probs returned, the engines by turns; decode: the tokens after the first."""
-    names = [name for name in args.names if is_up(args, name)]
-    results: dict[str, dict[int, float]] = {name: {} for name in names}
-    print(f"{'engine':<26} {'batch':>5} {'seconds':>8} {'tokens/s':>9} {'first token s':>13} {'decode tokens/s':>15}")
-    for batch in args.batches:
-        ids, took = laws.prompts([args.input] * batch, 1000, batch), {name: [[], []] for name in names}
-        for name in names * args.repeats:
-            try:
-                for found, new_tokens in zip(took[name], (args.output, 1), strict=True):
-                    found.append(seconds(connect(args, name)[0], ids, new_tokens))
-            except Exception as error:  # one engine that fails must not take the others' numbers along
-                print(f"{name}: batch {batch}: {type(error).__name__}: {error}", flush=True)
-        for name, (whole, first) in ((name, map(min, both)) for name, both in took.items() if all(both)):
-            results[name][batch] = rate = batch * args.output / whole
-            decode = batch * (args.output - 1) / max(whole - first, 1e-9)
-            print(f"{name:<26} {batch:>5} {whole:>8.3f} {rate:>9.0f} {first:>13.3f} {decode:>15.0f}", flush=True)
-    print(json.dumps(results))
-
-
-def is_up(args: argparse.Namespace, name: str) -> bool:
-    """Waits for it, once."""
-    try:
-        connect(args, name)
-    except Exception as error:
-        print(f"{name}: left out: {error}", flush=True)
-        return False
-    return True
-
-
-def seconds(client: Client, ids: laws.Ids, new_tokens: int) -> float:
-    client.flush_cache()
-    began = time.monotonic()
-    outs = client.generate(ids, laws.params(len(ids), 1.0, new_tokens), first=-1)
-    assert all(len(o.token_ids) == new_tokens for o in outs)
-    return time.monotonic() - began
-
-
 @torch.no_grad()
 def keep_packed(model: Qwen3MoeForCausalLM) -> None:
     """Of its experts what a packed engine holds, layer by layer: 48 layers leave no room for the BF16 weights."""
@@ -196,21 +156,19 @@ def transfers(args: argparse.Namespace) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["make", "keep", "laws", "speed", "sync"])
+    parser.add_argument("what", choices=["make", "keep", "laws", "sync"])
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("names", nargs="+")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--layers", type=int, default=4, help="of the wide checkpoint")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256], help="measured, captured, warmed up")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256], help="captured, warmed up")
     parser.add_argument("--tokens", type=int, default=360000, help="of an engine's pool of keys and values")
     parser.add_argument("--experts", action="store_true", help="engines return the experts' ids")
     parser.add_argument("--warm", action="store_true", help="an engine is up when the batches have run on it")
-    parser.add_argument("--input", type=int, default=1024)
-    parser.add_argument("--output", type=int, default=256)
+    parser.add_argument("--input", type=int, default=1024, help="tokens of a prompt that warms up")
     parser.add_argument("--weights", nargs="+", default=["equal", "other", "other"], help="that syncs send")
     parser.add_argument("--routes", nargs="+", choices=ROUTES, default=ROUTES)
     parser.add_argument("--backend", default="gloo", help="of distributed; nccl takes no two processes on one GPU")
-    parser.add_argument("--repeats", type=int, default=2, help="the fastest counts")
     parser.add_argument("--timeout", type=float, default=300)
     parser.add_argument("--lifetime", type=float, default=900, help="seconds until kept engines end by themselves")
     args = parser.parse_args()
@@ -225,7 +183,7 @@ def main() -> int:
     elif args.what == "laws":
         return 1 if sum([table(args, name) for name in args.names]) else 0
     else:
-        return {"keep": keep, "speed": speed, "sync": transfers}[args.what](args) or 0
+        return {"keep": keep, "sync": transfers}[args.what](args)
     return 0
 
 

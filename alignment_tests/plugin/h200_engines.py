@@ -33,12 +33,13 @@ EXPERTS = ["--enable-return-routed-experts", "--decode-log-interval", "1"]
 RECIPE = ["--json-model-override-args", '{"minitransformer_recipe": "nvfp4_per_token"}']
 STOCK = ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--moe-runner-backend", "triton",
          "--cuda-graph-backend-prefill", "disabled"]  # fmt: skip
+OWN = ["--cuda-graph-bs-prefill", "1024", "8192"]  # of its 58 sizes those that benchmarks/sglang_speed.py meets
 VARIANTS = {"chunk16": ["--chunked-prefill-size", "16"], "chunk64": ["--chunked-prefill-size", "64"],
             "page16": ["--page-size", "16"],
             "small": ["--max-total-tokens", "300", "--schedule-conservativeness", "0.1"]}  # fmt: skip
 KINDS = {"bf16": [], "packed": [], "nvfp4": RECIPE, "stock": STOCK,
          "deterministic": [*STOCK, "--enable-deterministic-inference"],
-         "own": [], "owndeterministic": ["--enable-deterministic-inference"]}  # fmt: skip
+         "own": OWN, "owndeterministic": [*OWN, "--enable-deterministic-inference"]}  # fmt: skip
 OWN_CHOICES = ("attention_backend", "sampling_backend", "moe_runner_backend", "cuda_graph_config")
 
 
