@@ -1,12 +1,14 @@
 """The row-wise kernels of the forward pass in the emulator.
 
-    TRITON_INTERPRET=1 python -m alignment_tests.gpu.emulated_rows [mutation]
+TRITON_INTERPRET=1 python -m alignment_tests.gpu.emulated_rows [mutation]
 """
 
 import importlib
 from collections.abc import Iterator
 
 import torch
+import triton
+import triton.language as tl
 
 from alignment_tests import inputs
 from alignment_tests.gpu import emulator
@@ -41,6 +43,9 @@ MUTATIONS = {
     "noise keyed by the row": ("sample", "tl.load(positions_ptr + row)", "row", "draw"),
     "the higher of two equal scores": ("sample", "tl.min(tl.where(inside & (score == best), v, 0x7FFFFFFF), 0)",
                                        "tl.max(tl.where(inside & (score == best), v, 0), 0)", "draw"),
+    "a block's winner of two that may win": ("sample", "tl.int32), 0) == 1)", "tl.int32), 0) <= 2)", "draw"),
+    "a bound below the noise that is above it": ("sample", "most - w, -3.7", "most, -3.7", "bounds"),
+    "a bound above the noise that is below it": ("sample", "most = -log_32(w)", "most = -log_32(w + 0.001)", "bounds"),
     "the log-prob at the draw's temperature": ("sample", "rows.log_prob_temperatures, tops)[0]",
                                                "rows.temperatures, tops)[0]", "draw"),
     "one token more than top_k": ("sample", "min(d.top_k or V, V)", "min((d.top_k or V) + 1, V)", "draw"),
@@ -132,23 +137,51 @@ def _draw() -> Iterator[tuple[str, int]]:
     kernels = _kernels("sample")
     kernels._on = lambda like, values, dtype: torch.tensor(values, dtype=dtype)
     kinds = [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 40, 1.0), (1.3, 0, 0.9), (0.8, 20, 0.8), (1.0, 1, 0.01), (1.0, 2, 1.0)]
-    for V in (1, 96, 1500):
-        x = inputs.normal(17, 28, V, scale=4.0)
+    for V, scale in ((1, 4.0), (96, 4.0), (1500, 4.0), (1500, 0.01), (1500, 100.0)):
+        x = inputs.normal(17, 28, V, scale=scale)
         x[:14] = x[:14].round()  # many equal logits
+        x[7:14, : V // 2] = -torch.inf
         draws = [kernels.Draw((1 << 63) + i, 3 * i, *(k := kinds[i % 7]), k[0] or 1.0) for i in range(28)]
         for d, row, got in zip(draws, x, kernels.draw(x, draws), strict=True):
             token = sample.sample(row, d.seed, d.position, d.temperature, d.top_k, d.top_p)
             want = logprob.logprob(row[None], torch.tensor([token]), d.log_prob_temperature)
-            yield f"draw {V} {d}", int(got != (token, want.item()))
+            yield f"draw {V} {scale:g} {d}", int(got != (token, want.item()))
         whole = [i for i in range(28) if i % 7 < 2]  # of these kinds, from which nothing is cut
         rows = kernels._rows(x, [draws[i] for i in whole])
         want = zip(*kernels.draw(x[whole], [draws[i] for i in whole]), strict=True)
         got = kernels.draw_rows(x[whole], rows)
-        yield f"draw rows {V}", int([tuple(g.tolist()) for g in got] != list(want))
+        yield f"draw rows {V} {scale:g}", int([tuple(g.tolist()) for g in got] != list(want))
+
+
+@triton.jit
+def bounds_kernel(y_ptr, h_ptr, below_ptr, exact_ptr, above_ptr, bounds: tl.constexpr, gumbel: tl.constexpr,
+                  BLOCK: tl.constexpr):  # fmt: skip
+    at = tl.arange(0, BLOCK)
+    y, h = tl.load(y_ptr + at), tl.load(h_ptr + at).to(tl.uint64, bitcast=True)
+    below, above = bounds(y, h)
+    tl.store(below_ptr + at, below)
+    tl.store(above_ptr + at, above)
+    tl.store(exact_ptr + at, y.to(tl.float64) + gumbel(h))
+
+
+def _bounds() -> Iterator[tuple[str, int]]:
+    """What the kernel says of the noise before it knows it, at the ends of each case and at random."""
+    kernels = _kernels("sample")
+    ends = [end + d for end in (0, 2**31, 2**32 - 2**17, 2**32) for d in range(-40, 41)]
+    ends += [2**32 - 2**n + d for n in range(32) for d in (-1, 0, 1)]
+    high = torch.cat([torch.tensor(ends).repeat(2) % 2**32, inputs.integers(18, 2**32, 2**18 - 2 * len(ends))])
+    low = torch.cat([torch.zeros(len(ends), dtype=torch.int64), inputs.integers(19, 2**32, len(high) - len(ends))])
+    low[len(ends) : 2 * len(ends)] = 2**32 - 1
+    h = high * 2**32 + low  # the bits of uint64
+    for scale in (0.0, 1e-40, 1.0, 30.0, 1e30):
+        y = inputs.normal(20, len(h)) * scale
+        below, above, exact = torch.empty_like(y), torch.empty_like(y), torch.empty_like(y, dtype=torch.float64)
+        bounds_kernel[(1,)](y, h, below, exact, above, kernels._bounds, kernels._gumbel, len(h))
+        yield f"bounds {scale:g}", int(((below.double() > exact) | (exact > above.double())).sum())
 
 
 SOURCES = {"plan": _plan, "spread": _spread, "router": _router, "norm": _norm, "qkv": _qkv, "swiglu": _swiglu,
-           "logprob": _logprob, "draw": _draw}  # fmt: skip
+           "logprob": _logprob, "draw": _draw, "bounds": _bounds}  # fmt: skip
 
 if __name__ == "__main__":
     emulator.main(SOURCES, MUTATIONS)

@@ -16,7 +16,7 @@ from minitransformer.ops import rounding
 from minitransformer.ops import sample as spec
 from minitransformer.ops.gpu import device, logprob
 from minitransformer.ops.gpu.launch import cdiv, next_power_of_2, on, quick
-from minitransformer.ops.gpu.scalar import LOG2E, div, exp2_32
+from minitransformer.ops.gpu.scalar import LOG2E, div, exp2_32, log_32
 
 _C0, _C1, _C2, _M1, _M2 = (tl.constexpr(int(c)) for c in (spec._C0, spec._C1, spec._C2, spec._M1, spec._M2))
 _HI, _LO = tl.constexpr(rounding._LN2_HI64), tl.constexpr(rounding._LN2_LO64)
@@ -60,6 +60,32 @@ def _mix(z):
 
 
 @triton.jit
+def _hash(key, key2, v):
+    return _mix(key2 ^ _mix(key + v.to(tl.uint64) * _C0))
+
+
+@triton.jit
+def _gumbel(h):
+    u = ((h >> 12).to(tl.int64).to(tl.float64) + _c(h, 0.5)) * _c(h, 2.0**-52)
+    return -log_64(-log_64(u))
+
+
+@triton.jit
+def _bounds(y, h):
+    """FP32 (below, above) with below <= y + gumbel <= above.
+
+    Of u only the 32 high bits are read: w = 1 - u lies in [k, k + 1] / 2^32. As w <= -log u, and up to 1/2 -log u <=
+    w e^w, -log w - w <= gumbel <= -log w; above 1/2 no gumbel is below -3.61. FP32's rounding, and 1 / k for k of 2^17
+    and more, are within the margin.
+    """
+    w = ((h >> 32) ^ 0xFFFFFFFF).to(tl.uint32).to(tl.float32) * 2.0**-32
+    most = -log_32(w)
+    least = tl.where(w < 2.0**-15, 10.3, tl.where(w < 0.5, most - w, -3.7))
+    margin = tl.abs(y) * 2.0**-20 + 1e-4
+    return (y + least) - margin, (y + most) + margin
+
+
+@triton.jit
 def _order(x):
     """int32 that ascends as FP32 x does, with -0 equal to +0."""
     u = (x + 0.0).to(tl.int32, bitcast=True)  # -0 + 0 is +0
@@ -90,18 +116,24 @@ def best_kernel(
     seed = tl.load(seeds_ptr + row).to(tl.uint64, bitcast=True)
     key = _mix(_mix(seed + _C0) + tl.load(positions_ptr + row).to(tl.uint64) * _C1)
     key2 = _mix(key + _C2)
-    h = _mix(key2 ^ _mix(key + v.to(tl.uint64) * _C0))
-    u = ((h >> 12).to(tl.int64).to(tl.float64) + _c(h, 0.5)) * _c(h, 2.0**-52)
-    noisy = div(x, tl.where(t == 0.0, 1.0, t)).to(tl.float64) - log_64(-log_64(u))
-    score = tl.where(t == 0.0, x.to(tl.float64), noisy)
     inside = v < V
     if CUT:
         inside = inside & (_key(x, v) <= tl.load(last_ptr + row))
-    score = tl.where(inside & (x == x), score, float("-inf"))
-    best = tl.max(score, 0)
+    y, h = div(x, tl.where(t == 0.0, 1.0, t)), _hash(key, key2, v)
+    below, above = _bounds(y, h)
+    may_win = inside & (above >= tl.max(tl.where(inside, below, float("-inf")), 0))
+    if (t != 0.0) & (tl.sum(may_win.to(tl.int32), 0) == 1):
+        # FP64 for one element of the block: almost always.
+        best_id = tl.sum(tl.where(may_win, v, 0), 0)
+        best = tl.sum(tl.where(may_win, y, 0.0), 0).to(tl.float64) + _gumbel(_hash(key, key2, best_id))
+    else:
+        score = tl.where(t == 0.0, x.to(tl.float64), y.to(tl.float64) + _gumbel(h))
+        score = tl.where(inside & (x == x), score, float("-inf"))
+        best = tl.max(score, 0)
+        best_id = tl.min(tl.where(inside & (score == best), v, 0x7FFFFFFF), 0)
     at = row * tl.num_programs(0) + block
     tl.store(score_ptr + at, best)
-    tl.store(id_ptr + at, tl.min(tl.where(inside & (score == best), v, 0x7FFFFFFF), 0))
+    tl.store(id_ptr + at, best_id)
     # +infinity stands for a NaN too: both are refused.
     tl.store(top_ptr + at, tl.max(tl.where(x == x, x, float("inf")), 0))
 
