@@ -1,10 +1,13 @@
 """What draws and tabulates the benchmarks reads the results that are committed, and names a line that is none."""
 
+import argparse
 import importlib.util
 import json
 from pathlib import Path
 
 import pytest
+
+from minitransformer.errors import InputError
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 RESULTS = sorted((BENCHMARKS / "results").glob("*gpu_ops.jsonl"))
@@ -39,3 +42,19 @@ def test_the_floors_of_a_table():
     row = {"shape": "qkv", "M": 8, "ms": 0.01, "torch_ms": 0.009, "tb_s": 2.15, "tflops": 79.0}
     assert tables.floors(row) == pytest.approx((0.005, 0.001))
     assert tables.table([row])[-1] == "| qkv | 8 | 0.0100 | 0.0050 | 0.0010 | 2.00 | 0.0090 | 0.90 |"
+
+
+def test_runs_of_servers_are_kept_and_compared(tmp_path):
+    speed, of = (
+        module("sglang_speed"),
+        {"machine": "M", "layers": 2, "input": 4, "output": 8, "file": tmp_path / "a.json"},
+    )
+    for engine, seconds in (("wide-bf16-graphs", 1.0), ("wide-bf16-graphs", 2.0), ("wide-own-graphs", 3.0)):
+        row = {"engine": engine, "gpu": "0", "batch": 2, "seconds": seconds, "first_seconds": 0.5}
+        speed.add(argparse.Namespace(**of), row)
+    table = [line for line in speed.table(of["file"]) if "**" in line or line.startswith(("| mini", "| fast"))]
+    assert table[0] == "| miniTransformer, BF16 | 12 |"  # the mean of 16 and 8 tokens a second
+    assert table[1:3] == ["| **ours BF16 / stock** | 2.25 |", "| fastest run / slowest of one engine, at most | 2.00 |"]
+    with pytest.raises(InputError, match="another layers"):
+        speed.add(argparse.Namespace(**of | {"layers": 3}), row)
+    assert len(json.loads(of["file"].read_text())["runs"]) == 3
