@@ -38,10 +38,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint of make_demo_checkpoint.py")
     parser.add_argument("--to", metavar="URL", help="a running server with our model (default: start one)")
+    parser.add_argument("--device", default="cpu", help="of the learner (default cpu)")
     parser.add_argument("--steps", type=int, default=2, help="updates (default 2)")
     args = parser.parse_args()
     try:
-        model = Qwen3MoeForCausalLM.from_pretrained(args.model)
+        model = Qwen3MoeForCausalLM.from_pretrained(args.model, device=args.device)
         if model.tokenizer is None:
             raise InputError(f"{args.model}: has no tokenizer; make it with make_demo_checkpoint.py")
         learner, tasks = make_learner(model, train_layers=6, lr=5e-5), problems(4, seed=0)

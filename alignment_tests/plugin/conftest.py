@@ -17,6 +17,14 @@ def checkpoint(tmp_path_factory):
     return directory
 
 
+@pytest.fixture(scope="session")
+def long_checkpoint(tmp_path_factory):
+    """The same weights; contexts of several segments of attention."""
+    directory = tmp_path_factory.mktemp("long") / "tiny"
+    engines.tiny(max_positions=engines.LONG_CONTEXT).save_pretrained(directory)
+    return directory
+
+
 @pytest.fixture(scope="module")
 def engine(checkpoint):
     """One engine for the laws of a module: radix cache on, whole prefill, expert ids captured."""

@@ -10,7 +10,7 @@ from alignment_tests.learner.tiny import tiny_model
 from minitransformer.plugins.sglang.client import Client
 from minitransformer.plugins.sglang.launch import Server
 
-VOCAB, CONTEXT = 256, 512
+VOCAB, CONTEXT, LONG_CONTEXT = 256, 512, 4096
 LIVE = "miniTransformer is live"
 
 

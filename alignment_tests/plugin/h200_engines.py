@@ -28,7 +28,7 @@ DEMO = dict(vocab_size=49152, hidden_size=576, num_layers=30, num_heads=9, num_k
 WIDE = dict(vocab_size=151936, hidden_size=2048, num_layers=4, num_heads=32, num_kv_heads=4, head_dim=128,
             intermediate_size=6144, expert_size=768, num_experts=128, top_k=8)  # fmt: skip
 SIZES = {"tiny": TINY, "demo": DEMO, "wide": WIDE}
-COMMON = ["--random-seed", "1", "--mem-fraction-static", "0.9", "--sleep-on-idle", "--context-length", "2048"]
+COMMON = ["--random-seed", "1", "--mem-fraction-static", "0.9", "--sleep-on-idle"]
 EXPERTS = ["--enable-return-routed-experts", "--decode-log-interval", "1"]
 RECIPE = ["--json-model-override-args", '{"minitransformer_recipe": "nvfp4_per_token"}']
 STOCK = ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--moe-runner-backend", "triton",
@@ -36,7 +36,8 @@ STOCK = ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--mo
 OWN = ["--cuda-graph-bs-prefill", "1024", "8192"]  # of its 58 sizes those that benchmarks/sglang_speed.py meets
 VARIANTS = {"chunk16": ["--chunked-prefill-size", "16"], "chunk64": ["--chunked-prefill-size", "64"],
             "page16": ["--page-size", "16"],
-            "small": ["--max-total-tokens", "300", "--schedule-conservativeness", "0.1"]}  # fmt: skip
+            "small": ["--max-total-tokens", "300", "--schedule-conservativeness", "0.1"],
+            "tight": ["--max-total-tokens", "3100", "--schedule-conservativeness", "0.1"]}  # fmt: skip
 KINDS = {"bf16": [], "packed": [], "nvfp4": RECIPE, "stock": STOCK,
          "deterministic": [*STOCK, "--enable-deterministic-inference"],
          "own": OWN, "owndeterministic": [*OWN, "--enable-deterministic-inference"]}  # fmt: skip
@@ -107,7 +108,8 @@ def arguments(args: argparse.Namespace, name: str) -> tuple[str, list[str], bool
     stock = kind in ("stock", "deterministic", "own", "owndeterministic")
     # More than a batch: a prompt that is cut counts twice, so the last of a batch would run alone.
     most = str(max(args.batches) + 8)
-    more = [*COMMON, "--max-total-tokens", str(args.tokens), "--max-running-requests", most, *KINDS[kind]]
+    more = [*COMMON, "--context-length", str(args.context), "--max-total-tokens", str(args.tokens)]
+    more += ["--max-running-requests", most, *KINDS[kind]]
     if "graphs" in rest and not args.cpu:
         more += ["--cuda-graph-backend-decode", "full", "--cuda-graph-bs-decode", *map(str, args.batches)]
     elif "default" not in rest:  # SGLang's own choice
@@ -170,3 +172,12 @@ def connect(args: argparse.Namespace, name: str) -> tuple[Client, str]:
     if "error" in found:
         raise RuntimeError(found["error"])
     return Client(found["url"]), Path(found["log"]).read_text("utf-8", "replace")
+
+
+def add_row(args: argparse.Namespace, **found) -> None:
+    """One line of JSON more in --json, and what it was measured on."""
+    if args.json is not None:
+        found["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        found["date"] = time.strftime("%Y-%m-%d")
+        with args.json.open("a") as file:
+            file.write(json.dumps(found) + "\n")

@@ -3,6 +3,7 @@
 P prompts (lists of ids), N new tokens a prompt; temperature 0 is greedy. Every request has its own seed.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ def count(a: Sequence[float], b: Sequence[float]) -> Count:
     """Two lists of numbers that should be equal; a different length differs everywhere."""
     if len(a) != len(b):
         return Count(max(len(a), len(b)), max(len(a), len(b)), float("inf"))
-    unlike = [abs(x - y) for x, y in zip(a, b, strict=True) if x != y]
+    unlike = [abs(x - y) for x, y in zip(a, b, strict=True) if (x, math.copysign(1, x)) != (y, math.copysign(1, y))]
     return Count(len(unlike), len(a), max(unlike, default=0.0))
 
 
@@ -120,15 +121,21 @@ def engines_agree(a: Client, b: Client, ids: Ids, temperature: float = 1.0, new_
     return same(run(a, ids, temperature, new_tokens), run(b, ids, temperature, new_tokens))
 
 
-def learner_equals_engine(model, client: Client, ids: Ids, temperature: float = 1.0, new_tokens: int = 16) -> Count:
-    """The learner, in this process, scores what the engine emitted, at its temperature."""
+def _learner(model, sequences: Ids):
+    """Its passes take the longest sequence, whatever else fits beside it."""
     from minitransformer.learner.learner import Learner
 
+    return Learner(model, max_tokens_per_pack=max(1024, *map(len, sequences)))
+
+
+def learner_equals_engine(model, client: Client, ids: Ids, temperature: float = 1.0, new_tokens: int = 16) -> Count:
+    """The learner, in this process, scores what the engine emitted, at its temperature."""
     outs = run(client, ids, temperature, new_tokens)
     sequences = [list(p) + o.token_ids for p, o in zip(ids, outs, strict=True)]
-    scores = Learner(model).score(sequences, [len(p) for p in ids], temperature)
+    learner = _learner(model, sequences)
+    scores = learner.score(sequences, [len(p) for p in ids], temperature)
     each = [count(o.log_probs, s.tolist()) for o, s in zip(outs, scores, strict=True)]
-    prompt_scores = Learner(model).score(sequences, [1] * len(ids), 1.0)
+    prompt_scores = learner.score(sequences, [1] * len(ids), 1.0)
     each += [
         count(o.prompt_log_probs, s.tolist()[: len(p) - 1]) for p, o, s in zip(ids, outs, prompt_scores, strict=True)
     ]
@@ -155,12 +162,11 @@ def experts_agree(model, client: Client, ids: Ids, new_tokens: int = 8) -> Count
     import base64
 
     from minitransformer.alignment.trace import Trace
-    from minitransformer.learner.learner import Learner
 
     outs = run(client, ids, 1.0, new_tokens, return_routed_experts=True)
     sequences = [list(p) + o.token_ids for p, o in zip(ids, outs, strict=True)]
     trace = Trace(["*.expert_ids"])
-    Learner(model).score(sequences, [len(p) for p in ids], 1.0, trace=trace)
+    _learner(model, sequences).score(sequences, [len(p) for p in ids], 1.0, trace=trace)
     each, config = [], model.config
     for s, (sequence, out) in enumerate(zip(sequences, outs, strict=True)):
         got = torch.frombuffer(bytearray(base64.b64decode(out.meta["routed_experts"])), dtype=torch.int32)

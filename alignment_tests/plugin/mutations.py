@@ -155,6 +155,50 @@ def update_leaves_the_head() -> None:
     Receiver.load = load
 
 
+def _one_segment(applies: Callable) -> None:
+    """Attention of a batch that `applies` runs over all its keys as one segment: attention/1, the same up to 1,024."""
+    import types
+
+    from numba import njit
+
+    from minitransformer.ops import attention
+
+    def with_globals(kernel, **changes):
+        code = kernel.py_func.__code__
+        return njit(nogil=True, error_model="numpy")(types.FunctionType(code, kernel.py_func.__globals__ | changes))
+
+    block = with_globals(attention._attend_block, SEGMENT=1 << 40)
+    ours, folding, unfolded = attention.forward, attention._attend, with_globals(attention._attend, _attend_block=block)
+
+    def forward(q, k, v, batch):
+        attention._attend = unfolded if applies(batch) else folding
+        try:
+            return ours(q, k, v, batch)
+        finally:
+            attention._attend = folding
+
+    attention.forward = forward
+
+
+def decode_in_one_segment() -> None:
+    """A decode step folds nothing at position 1,024."""
+    _one_segment(lambda batch: batch.cu_seqlens[-1] == batch.num_sequences)
+
+
+def later_chunk_in_one_segment() -> None:
+    """Nor does a prompt's part that follows others, a chunk or what follows a cached prefix."""
+    _one_segment(
+        lambda batch: any(
+            1 < b - a < n for a, b, n in zip(batch.cu_seqlens, batch.cu_seqlens[1:], batch.kv_lens, strict=False)
+        )
+    )
+
+
+def one_segment() -> None:
+    """Nor does anything in the engine, which so agrees with itself."""
+    _one_segment(lambda batch: True)
+
+
 def experts_sorted() -> None:
     """Captured expert ids in another order than the router's."""
     from sglang.srt.state_capturer.base import BaseTopkCapturer
@@ -168,6 +212,7 @@ FAULTS = {
     for f in (
         stock_head, stock_log_softmax, seed_by_row, seed_by_clock, temperature_one, neighbours_leak, chunk_restarts,
         prefix_rows_shifted, resumed_without_keys, old_quantised_copies, update_leaves_the_head, experts_sorted,
+        decode_in_one_segment, later_chunk_in_one_segment, one_segment,
     )
 }  # fmt: skip
 

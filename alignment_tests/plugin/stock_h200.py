@@ -4,6 +4,7 @@
   python3 -m alignment_tests.plugin.stock_h200 operators [--tokens 512]  our spec's operators beside SGLang's
   python3 -m alignment_tests.plugin.stock_h200 packing [--layers 2]      SGLang's kernels in several packings
 
+--json FILE before the word adds the rows to a file, JSON lines.
 stages: the server has SGLANG_EXTERNAL_MODEL_PACKAGE=alignment_tests.plugin.dumping and STOCK_DUMP=DUMPS, no CUDA graphs
 and no radix cache. operators: the same random inputs at the widths of Qwen3-30B-A3B (table in docs/sglang.md).
 packing: those widths too; 0 differing is what lets the learner pack as it likes.
@@ -18,7 +19,7 @@ from unittest.mock import patch
 import torch
 
 from alignment_tests.plugin import laws, stock_operators
-from alignment_tests.plugin.h200_engines import TINY, WIDE, made
+from alignment_tests.plugin.h200_engines import TINY, WIDE, add_row, made
 from alignment_tests.plugin.own_kernels import OwnKernels
 from minitransformer.alignment.ulp import differing, ulp_distance
 from minitransformer.batch import Batch
@@ -70,6 +71,8 @@ def stages(args: argparse.Namespace) -> int:
         scores = stock.log_probs(model, [ids], kernels)[0]
         unlike = int(differing(scores, torch.tensor(out.prompt_log_probs)).sum())
         wrong += len(rows) + unlike
+        add_row(args, law="stages", prompt=len(ids), stages=len(ours), unlike_stages=len(rows), differing=unlike,
+                of=len(scores))  # fmt: skip
         print(
             f"{len(ids)} tokens: {len(rows)} of {len(ours)} stages differ; {unlike} of {len(scores)} log-probs",
             flush=True,
@@ -102,6 +105,7 @@ def packing(args: argparse.Namespace) -> int:
         count = int(differing(expected, found).sum())
         peak = "" if args.own else f", {(torch.cuda.max_memory_allocated() - model_bytes(model)) / 2**20:,.0f} MiB"
         said(f"passes of {tokens} tokens: {count} of {len(found)} log-probs differ{peak}")
+        add_row(args, law="packing", layers=args.layers, tokens_a_pass=tokens, differing=count, of=len(found))
         wrong += count
     return wrong
 
@@ -112,6 +116,7 @@ def model_bytes(model) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="add the rows to this file, JSON lines")
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser("stages")
     command.add_argument("model", type=Path)

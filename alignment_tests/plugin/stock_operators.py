@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from alignment_tests.plugin.h200_engines import add_row
 from alignment_tests.plugin.own_kernels import OwnKernels
 from minitransformer.alignment.ulp import differing, ulp_distance
 from minitransformer.batch import Batch
@@ -125,12 +126,16 @@ def sglang_decode(q_SNH: Tensor, k_TGH: Tensor, v_TGH: Tensor, bounds: tuple[int
     return out
 
 
-def line(name: str, ours: Tensor, theirs: Tensor) -> str:
-    count, elements = int(differing(ours, theirs).sum()), ours.numel()
-    if not count:
-        return f"| {name} | {elements:,} | equal | | |"
+def compared(name: str, ours: Tensor, theirs: Tensor) -> dict:
     apart, ulp = (ours.double() - theirs.double()).abs().max().item(), int(ulp_distance(ours, theirs).max())
-    return f"| {name} | {elements:,} | {100 * count / elements:.3g} % | {ulp:,} | {apart:.2g} |"
+    count = int(differing(ours, theirs).sum())
+    return dict(operator=name, elements=ours.numel(), differing=count, max_ulp=ulp, largest=apart)
+
+
+def line(operator: str, elements: int, differing: int, max_ulp: int, largest: float) -> str:
+    if not differing:
+        return f"| {operator} | {elements:,} | equal | | |"
+    return f"| {operator} | {elements:,} | {100 * differing / elements:.3g} % | {max_ulp:,} | {largest:.2g} |"
 
 
 @torch.no_grad()
@@ -142,7 +147,8 @@ def table(args: argparse.Namespace) -> int:
     for part in parts:
         try:
             for row in part(kernels, Inputs(device), args.tokens, **sizes):
-                print(line(*row), flush=True)
+                print(line(**(found := compared(*row))), flush=True)
+                add_row(args, tokens=args.tokens, **found)
         except Exception as error:  # one operator that fails must not take the others' rows along
             print(f"{part.__name__}: {type(error).__name__}: {error}", flush=True)
     return 0

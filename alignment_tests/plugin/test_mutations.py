@@ -7,6 +7,9 @@ import pytest
 from alignment_tests.plugin import engines, laws, mutations
 from alignment_tests.plugin.engines import VOCAB
 from alignment_tests.plugin.test_engine import P
+from alignment_tests.plugin.test_engine_long import ROOM
+from alignment_tests.plugin.test_engine_long import P as LONG
+from alignment_tests.plugin.test_engine_long import model as long_model
 from alignment_tests.plugin.test_engines import updated
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]  # an engine each
@@ -27,7 +30,7 @@ def plugin_folder(tmp_path_factory):
 
 @pytest.fixture
 def faulty(checkpoint, plugin_folder):
-    def start(fault: str, arguments=()):
+    def start(fault: str, arguments=(), checkpoint=checkpoint):
         path = os.pathsep.join([os.environ.get("PYTHONPATH", os.getcwd()), str(plugin_folder)])
         environment = {mutations.VARIABLE: fault, "PYTHONPATH": path}
         return engines.start(checkpoint, arguments, environment=environment)
@@ -75,5 +78,21 @@ def test_fault_of_an_update_is_caught(faulty, tmp_path, fault, arguments):
         assert laws.learner_equals_engine(after, server.client, P).differing, f"{fault} was not noticed"
 
 
+BORDER = {
+    "decode_in_one_segment": lambda s, ids: laws.decode_equals_rescoring(s.client, ids, 1.0, 6),
+    "later_chunk_in_one_segment": lambda s, ids: laws.hit_equals_miss(
+        s.client, ids[0][:-20], ids[0][-20:], len(ids[0]) - 20, 2),
+    "one_segment": lambda s, ids: laws.learner_equals_engine(long_model(), s.client, ids, 1.0, 6),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", list(BORDER))
+def test_fault_at_the_border_of_a_segment_is_caught(faulty, long_checkpoint, fault):
+    """By prompts that reach it, and by no other: nothing else would be seen before 1,024."""
+    with faulty(fault, ROOM, long_checkpoint) as server:
+        assert BORDER[fault](server, LONG).differing, f"{fault} was not noticed"
+        assert not BORDER[fault](server, P[2:]).differing
+
+
 def test_every_fault_has_a_law():
-    assert set(mutations.FAULTS) == set(LAWS) | {"update_leaves_the_head", "old_quantised_copies"}
+    assert set(mutations.FAULTS) == set(LAWS) | set(BORDER) | {"update_leaves_the_head", "old_quantised_copies"}
