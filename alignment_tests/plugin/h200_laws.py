@@ -87,13 +87,15 @@ def of_a_variant(c: Client, variants: list[str], plain: Client, lengths: list[in
             rows[f"long: radix hit of {n} tokens, {n // 16 * 16} reused"] = lambda n=n: laws.hit_equals_miss(
                 c, prefix[:n], ids[2], n // 16 * 16)  # fmt: skip
     if long and "tight" in variants:
-        rows["long: retraction against none"] = lambda: retracted(c, plain, [1005 + i for i in range(6)], 40)
+        rows["long: retraction against none"] = lambda: retracted(
+            c, plain, [1016, 1005, *range(30, 48)], 40, 2)  # fmt: skip
     return rows
 
 
-def retracted(c: Client, plain: Client, lengths: list[int], new_tokens: int) -> laws.Count:
+def retracted(c: Client, plain: Client, lengths: list[int], new_tokens: int, first: int | None = None) -> laws.Count:
+    """One of the first requests must have been turned out."""
     found, times = laws.squeezed(c, plain, laws.prompts(lengths, VOCAB, seed=5), new_tokens)
-    assert times > 0, "the pool was never short: the law shows nothing"
+    assert any(times[:first]), f"the pool was never short for them: the law shows nothing: {times}"
     return found
 
 

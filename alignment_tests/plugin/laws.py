@@ -178,10 +178,10 @@ def experts_agree(model, client: Client, ids: Ids, new_tokens: int = 8) -> Count
     return total(each)
 
 
-def squeezed(small: Client, large: Client, ids: Ids, new_tokens: int) -> tuple[Count, int]:
-    """Many requests in a pool that holds few of them: what they emit, and how often one was retracted."""
+def squeezed(small: Client, large: Client, ids: Ids, new_tokens: int) -> tuple[Count, list[int]]:
+    """Many requests in a pool that holds few of them: what they emit, and how often each was retracted."""
     outs = run(small, ids, 1.0, new_tokens, first=-1)
-    return same(outs, run(large, ids, 1.0, new_tokens, first=-1)), sum(o.meta.get("num_retractions", 0) for o in outs)
+    return same(outs, run(large, ids, 1.0, new_tokens, first=-1)), [o.meta.get("num_retractions", 0) for o in outs]
 
 
 def update_from_disk(client: Client, checkpoint) -> None:

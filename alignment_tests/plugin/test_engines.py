@@ -55,7 +55,7 @@ def test_retraction(engine, checkpoint):
     with engines.start(checkpoint, ["--max-total-tokens", "300", "--schedule-conservativeness", "0.1"]) as small:
         found, retractions = laws.squeezed(small.client, engine.client, ids, 32)
     zero(found)
-    assert retractions > 0, "the pool was never short: the test shows nothing"
+    assert any(retractions), "the pool was never short: the test shows nothing"
 
 
 def test_two_engines_give_the_same(engine, checkpoint):
