@@ -40,7 +40,7 @@ def test_radix_hit_about_the_border(long_engine, prefix):
 
 
 def test_chunks_pages_and_retraction_across_the_border(long_engine, long_checkpoint):
-    """Chunks of 400 positions: the third one has both sides of 1,024. The long request is the one that is turned out."""
+    """Chunks of 400 positions: the third one has both sides of 1,024. A long request is the one that is turned out."""
     few = ["--max-total-tokens", "2400", "--schedule-conservativeness", "0.1"]
     with engines.start(long_checkpoint, [*few, "--chunked-prefill-size", "400", "--page-size", "16"]) as other:
         zero(laws.engines_agree(long_engine.client, other.client, P, 1.0, NEW))
