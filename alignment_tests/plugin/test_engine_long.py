@@ -40,13 +40,13 @@ def test_radix_hit_about_the_border(long_engine, prefix):
 
 
 def test_chunks_pages_and_retraction_across_the_border(long_engine, long_checkpoint):
-    """Chunks of 400 positions: the third one has both sides of 1,024. A long request is the one that is turned out."""
+    """Chunks of 400 positions: the third has both sides of 1,024. The long request is the one that is turned out."""
     few = ["--max-total-tokens", "2400", "--schedule-conservativeness", "0.1"]
     with engines.start(long_checkpoint, [*few, "--chunked-prefill-size", "400", "--page-size", "16"]) as other:
         zero(laws.engines_agree(long_engine.client, other.client, P, 1.0, NEW))
         for prefix, reused in ((1023, 1008), (1030, 1024)):
             zero(laws.hit_equals_miss(other.client, P[4][:prefix], P[3][:8], reused, NEW))
-        ids = laws.prompts((1022, 1005, *range(16, 22)), VOCAB, 5)
+        ids = laws.prompts((1022, *range(30, 58)), VOCAB, 5)
         found, retractions = laws.squeezed(other.client, long_engine.client, ids, 40)
     zero(found)
-    assert any(retractions[:2]), retractions
+    assert retractions[0] > 0, retractions

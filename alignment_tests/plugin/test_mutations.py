@@ -81,7 +81,7 @@ def test_fault_of_an_update_is_caught(faulty, tmp_path, fault, arguments):
 BORDER = {
     "decode_in_one_segment": lambda s, ids: laws.decode_equals_rescoring(s.client, ids, 1.0, 6),
     "later_chunk_in_one_segment": lambda s, ids: laws.hit_equals_miss(
-        s.client, ids[0][:-20], ids[0][-20:], len(ids[0]) - 20, 2),
+        s.client, ids[-1][:-20], ids[-1][-20:], len(ids[-1]) - 20, 6),
     "one_segment": lambda s, ids: laws.learner_equals_engine(long_model(), s.client, ids, 1.0, 6),
 }  # fmt: skip
 
