@@ -23,6 +23,7 @@ def line(row: dict) -> str:
     rate = " ".join(f"{row[key]:6.{digits}f} {unit}" for key, digits, unit in
                     (("tflops", 0, "TF/s"), ("tb_s", 2, "TB/s")) if key in row)  # fmt: skip
     bits = f" torch bits {row['torch_differs']}" if "torch_differs" in row else ""
+    fixed += f" batched {row['batched_ms'] / row['ms']:5.2f}" if "batched_ms" in row else ""
     best = f" best {row['torch_ms'] / row['best'][1]:5.2f} {row['best'][0].replace(' ', '')}" if "best" in row else ""
     return (
         f"{row['shape']:14} {row['M']!s:>9} wrong {row['wrong']} {row['ms']:8.4f} ms {rate} ratio "
@@ -41,7 +42,7 @@ def main() -> None:
         print("no CUDA device: nothing measured")
         return
     import triton
-    from gpu_bench import attend, gradients, products, quantised
+    from gpu_bench import attend, gradients, pipeline, products, quantised
     from gpu_bench import rows as row_ops
     from gpu_bench.timing import geometric_mean
 
@@ -52,7 +53,7 @@ def main() -> None:
     sources = {op: partial(getattr(products, op), every=args.every) for op in ("dense", "grouped")}
     sources |= {"prefill": attend.prefill, "decode": attend.decode, "rows": row_ops.rows}
     sources |= {"fp4": quantised.products, "experts": quantised.experts, "quantise": quantised.quantisers}
-    sources |= {"gradients": gradients.gradients}
+    sources |= {"gradients": gradients.gradients, "pipeline": pipeline.pipeline}
     begin, rows = time.monotonic(), []
     for op in args.ops:
         print(f"-- {op}")

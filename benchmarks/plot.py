@@ -14,6 +14,7 @@ FIGURES = {
     "dense": ("torch.mm as it comes", 1.0, "rows"),
     "dense_fixed": ("the fixed 128x128x64 tile", 1.3, "rows"),
     "grouped": ("torch._grouped_mm", 1.0, "tokens"),
+    "pipeline": ("transformers' grouped_mm experts", 1.0, "tokens"),
     "gradients": ("torch.mm, torch._grouped_mm", 1.0, "tokens"),
     "prefill": ("cuDNN SDPA", 0.95, "sequences x tokens"),
     "decode": ("flash SDPA", 1.0, "batch x context"),

@@ -61,19 +61,26 @@ class Ours:
         torch.autograd.backward(self.call(), (self.dy, self.dy))
 
 
+def hf_config(c: Qwen3MoeConfig, max_positions: int, experts: str = "grouped_mm"):
+    """transformers' configuration of one such layer; experts: its form of the experts."""
+    from transformers import Qwen3MoeConfig as Config
+
+    names = dict(moe_intermediate_size=c.expert_size, num_experts_per_tok=c.top_k, num_hidden_layers=1)
+    names |= dict(num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads, rms_norm_eps=c.rms_eps)
+    same = ("vocab_size", "hidden_size", "head_dim", "num_experts", "norm_topk_prob", "rope_theta")
+    made = Config(**names, **{key: getattr(c, key) for key in same}, max_position_embeddings=max_positions)
+    made._attn_implementation, made._experts_implementation = "sdpa", experts
+    return made
+
+
 class Theirs:
     """transformers' layer with our weights; its input is the sum that ours makes of x and residual."""
 
     def __init__(self, ours: Ours, sequences: int, length: int):
-        from transformers import Qwen3MoeConfig as Config
         from transformers.models.qwen3_moe import modeling_qwen3_moe as hf
 
         c, w = ours.layer.attn.config, ours.layer
-        names = dict(moe_intermediate_size=c.expert_size, num_experts_per_tok=c.top_k, num_hidden_layers=1)
-        names |= dict(num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads, rms_norm_eps=c.rms_eps)
-        same = ("vocab_size", "hidden_size", "head_dim", "num_experts", "norm_topk_prob", "rope_theta")
-        theirs = Config(**names, **{key: getattr(c, key) for key in same}, max_position_embeddings=length)
-        theirs._attn_implementation, theirs._experts_implementation = "sdpa", "grouped_mm"
+        theirs = hf_config(c, length)
         with torch.device(ours.x.device):
             self.layer = hf.Qwen3MoeDecoderLayer(theirs, 0).to(BF16)
             self.rope = hf.Qwen3MoeRotaryEmbedding(theirs)
