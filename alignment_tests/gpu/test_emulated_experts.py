@@ -110,53 +110,83 @@ def test_blocks_that_meet_all_run_at_once(processors, each, taken, monkeypatch):
     monkeypatch.setattr(device, "multiprocessors", lambda _: processors)
     monkeypatch.setattr(cuda, "kernel", lambda *how: dict(how[3]))
     monkeypatch.setattr(cuda, "at_once", lambda sizes, *_: asked.append(sizes["BLOCKS"]) or each)
-    monkeypatch.setattr(few_experts, "_place", lambda *_: ())
+    monkeypatch.setattr(few_experts, "_place", lambda *_: "a place")
     monkeypatch.setattr(few_experts, "on", lambda _: nullcontext())
     monkeypatch.setattr(quantised_rows, "operand", lambda *_: ())
     few_experts._meet.cache_clear()
     x, plan, routed, weights = case(1, 2, 3, 1024, 64)
     operands = [operand(weights[name]) for name in ("gate_up", "down")]
-    assert few_experts.takes(home, plan, *operands) == taken and asked == [min(processors, 64)]
-    monkeypatch.setattr(few_experts, "takes", lambda _, *rest, ask=few_experts.takes: ask(home, *rest))
-    monkeypatch.setattr(few_experts, "forward", lambda *_: "one kernel")
+    found = few_experts.place(home, plan, *operands)
+    assert found == ("a place" if taken else None) and asked == [min(processors, 64)]
+    monkeypatch.setattr(few_experts, "place", lambda _, *rest, ask=few_experts.place: ask(home, *rest))
+    monkeypatch.setattr(few_experts, "forward", lambda *args: f"one kernel at {args[-1]}")
     monkeypatch.setattr(quantised_linear, "forward", lambda *_, **__: "five kernels")
     monkeypatch.setattr(quantised_linear, "joins_swiglu", lambda *_: False)
     monkeypatch.setattr(dispatch, "combine", lambda y, *_: y)
     got = quantised_experts.forward(x, plan, routed, *operands)
-    assert got == ("one kernel" if taken else "five kernels")
+    assert got == ("one kernel at a place" if taken else "five kernels")
     few_experts._meet.cache_clear()
 
 
 def test_launches_that_may_run_at_once_share_no_cells(monkeypatch):
     """Nor do those of other shapes, which would find cells that are filled. Who has a place keeps it where none is
-    left; a graph's launches follow one another."""
-    home, stream, capturing = torch.device("cpu"), SimpleNamespace(cuda_stream=1), [None]
+    left, a graph's launches follow one another, and a graph of the same shape has the place of one that is gone."""
+    home, stream, capturing, ended = torch.device("cpu"), SimpleNamespace(cuda_stream=1), [None], set()
     monkeypatch.setattr(few_experts, "_places", {})
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0] is not None)
-    monkeypatch.setattr(cuda, "capture", lambda _: capturing[0] or None)
+    monkeypatch.setattr(cuda, "capture", lambda _: cuda.Capture(capturing[0], capturing[0]) if capturing[0] else None)
+    monkeypatch.setattr(cuda, "end_of", lambda graph: lambda: graph in ended)
 
-    def place(shape: int) -> tuple[int, int] | None:
+    def place(shape: int) -> tuple[int, int]:
         found = few_experts._place(home, 8192 * shape, (shape,))
-        assert found is None or (len(found[0]) == 8192 * shape and (found[0] == -1).all() and found[1] == 0)
-        return found and (found[0].data_ptr(), found[1].data_ptr())
+        assert len(found.cells) == 8192 * shape and (found.cells == -1).all() and found.begun == 0
+        return found.cells.data_ptr(), found.begun.data_ptr()
+
+    def refused(why: str, shape: int = 1) -> None:
+        with pytest.warns(RuntimeWarning, match=f"five kernels.*{why}"):
+            assert few_experts._place(home, 8192 * shape, (shape,)) is None
 
     capturing[0] = 5
-    assert place(1) is None  # nothing is made in a graph
+    refused("run it once before")
     capturing[0] = None
     seen = [place(1), place(2)]
     stream.cuda_stream = 2
     seen.append(place(1))
     capturing[0] = 0  # the driver doesn't say in which
-    assert place(1) is None
+    refused("which CUDA graph")
     capturing[0] = 1
-    while (found := place(1)) is not None:
-        assert place(1) == found
-        seen.append(found)
-        capturing[0] += 1
+    count = len(device.meeting(home)[1]) // 8192 - 4
+    for number in range(1, count + 1):
+        capturing[0] = number
+        seen.append(place(1))
+        assert place(1) == seen[-1]
     assert len({begun for _, begun in seen}) == len(seen) > 1000
     assert {at - seen[0][0] for at, _ in seen} == {0} | {2 * 8192 * n for n in (1, *range(3, len(seen) + 1))}
-    capturing[0] = 7
-    assert place(1) == seen[9]
-    capturing[0], stream.cuda_stream = None, 1
-    assert [place(1), place(2)] == seen[:2]
+    capturing[0] = count + 1
+    refused(f"{len(seen)} shapes and CUDA graphs")
+    ended |= {7, 9}
+    refused("shapes and CUDA graphs", shape=2)  # no graph of this shape is gone
+    again = place(1)
+    assert again == seen[2 + 7] and place(1) == again
+    capturing[0] += 1
+    assert place(1) == seen[2 + 9]
+    capturing[0] += 1
+    refused("shapes and CUDA graphs")  # each is given once
+    capturing[0] = 8
+    assert place(1) == seen[2 + 8]
+
+
+@pytest.mark.parametrize("fault", ["the place of a graph that is not gone", "cells of a stream's", "of another shape"])
+def test_a_fault_in_the_places_is_seen(fault, monkeypatch):
+    left, new = few_experts._left, few_experts._new
+    if fault == "cells of a stream's":
+        monkeypatch.setattr(few_experts, "_new", lambda home, places, *how: new(home, {}, *how))
+    elif fault == "of another shape":
+        monkeypatch.setattr(few_experts, "_left", lambda places, how: next(
+            (found for owner in [*places] if (found := left(places, owner[0]))), None))  # fmt: skip
+    else:
+        monkeypatch.setattr(few_experts, "_left", lambda places, how: next(
+            (place for owner, place in places.items() if owner[0] == how), None))  # fmt: skip
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        test_launches_that_may_run_at_once_share_no_cells(monkeypatch)

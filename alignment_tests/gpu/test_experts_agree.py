@@ -1,6 +1,8 @@
 """The law of the GPU for 4-bit experts of few tokens, which are one kernel: the CPU's bits, eagerly, again and again in
 graphs, beside another stream, behind another kernel."""
 
+import time
+
 import pytest
 import torch
 
@@ -26,15 +28,20 @@ def on_gpu(T: int, shape: tuple[int, ...], seed: int = 1, same: bool = False):
     return args, reference(x, plan, routed, weights)
 
 
+def one_kernel(x, plan, routed, *operands) -> torch.Tensor:
+    at = gpu.few_experts.place(x.device, plan, *operands)
+    return gpu.few_experts.forward(x, plan, routed, *operands, at)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("T", range(1, gpu.few_experts.MOST + 1))
 def test_few_tokens_are_one_kernel(T, shape):
     for seed, same in ((1, False), (11, True)):
         args, want = on_gpu(T, shape, seed, same)
-        if not gpu.few_experts.takes(args[0].device, args[1], *args[3:]):
+        if gpu.few_experts.place(args[0].device, args[1], *args[3:]) is None:
             assert shape[2:] != (2048, 768), "the widths of Qwen3-30B-A3B are served"
             continue
-        agree([gpu.few_experts.forward(*args)], [want], f"{T} tokens")
+        agree([one_kernel(*args)], [want], f"{T} tokens")
     gpu.device.check(torch.device("cuda", 0))
 
 
@@ -63,13 +70,13 @@ def test_replays_and_two_streams():
         x, plan, _, weights = case(T, *shape, T + 50)
         turns[1].append((x.cuda(), reference(x, plan, args[2].cpu(), weights).cuda()))
     for args, _ in made:
-        gpu.few_experts.forward(*args)  # compiles
+        one_kernel(*args)  # compiles
     places = gpu.few_experts._places[made[0][0][0].device]
     for _ in range(2):
         graph, outs, before = torch.cuda.CUDAGraph(), [], len(places)
         with torch.cuda.graph(graph):
             for i in range(40):
-                outs.append(gpu.few_experts.forward(*made[i % len(made)][0]))
+                outs.append(one_kernel(*made[i % len(made)][0]))
         graphs.append((graph, outs, torch.cuda.Stream()))
         assert len(places) == before + len(made), "layers of a graph share a place"
     torch.cuda.synchronize()
@@ -90,9 +97,34 @@ def test_replays_and_two_streams():
         assert not wrong, f"layers {wrong[:10]} differ from the first"
 
 
+def test_a_graph_that_is_gone_gives_its_place_back():
+    """To the next one of its shape, which finds cells that the other's last launch has filled."""
+    args, want = on_gpu(2, (4, 12, 256, 192))
+    one_kernel(*args)  # compiles
+    places, ends, count = gpu.few_experts._places[args[0].device], [], 0
+    for turn in range(4):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = one_kernel(*args)
+        mine = next(reversed(places.values()))
+        assert not mine.gone()
+        ends.append(mine.end)
+        count = count or len(places)
+        for _ in range(turn + 1):  # each half of the cells is the last one's
+            y.fill_(torch.nan)
+            graph.replay()
+            agree([y], [want], f"graph {turn}")
+        del graph
+        deadline = time.monotonic() + 10
+        while not mine.gone() and time.monotonic() < deadline:  # the driver tells from a thread of its own
+            time.sleep(0.01)
+        assert mine.gone()
+    assert len(set(ends)) == 1 and len(places) == count
+
+
 def test_a_row_that_is_not_finite_is_named():
     args, _ = on_gpu(2, (3, 5, 64, 64))
     args[0][1, 7] = torch.nan
-    gpu.few_experts.forward(*args)
+    one_kernel(*args)
     with pytest.raises(Exception, match="experts.gate_up.*1"):
         gpu.device.check(torch.device("cuda", 0))

@@ -157,15 +157,47 @@ def test_integers_are_tritons(n, by):
     assert launch.next_power_of_2(n) == triton.next_power_of_2(n)
 
 
-@pytest.mark.parametrize(("versions", "code", "status", "number"), [
-    (("_v2", "_v3"), 0, 1, 77), (("",), 0, 1, 77), ((), 0, 1, None), (("_v2",), 901, 1, None), (("_v2",), 0, 0, None),
+@pytest.mark.parametrize(("versions", "code", "status", "found"), [
+    (("_v2", "_v3"), 0, 1, (77, 88)), (("",), 0, 1, (77, None)), ((), 0, 1, None), (("_v2",), 901, 1, None),
+    (("_v2",), 0, 0, None),
 ])  # fmt: skip
-def test_a_capture_has_a_number_of_its_own(versions, code, status, number, monkeypatch):
+def test_a_capture_has_a_number_of_its_own(versions, code, status, found, monkeypatch):
     """None where the driver doesn't know the question or refuses it, or the stream is in no capture."""
-    def ask(stream, state, identity, *rest):
+    def ask(stream, state, identity, graph, *rest):
         state._obj.value, identity._obj.value = status, 77
+        if versions != ("",):
+            graph._obj.value = 88
         return code
 
     driver = SimpleNamespace(**{f"cuStreamGetCaptureInfo{version}": ask for version in versions})
     monkeypatch.setattr(cuda, "_driver", lambda: driver)
-    assert cuda.capture(3) == number
+    assert cuda.capture(3) == found
+
+
+def test_a_graph_tells_that_it_is_gone(monkeypatch):
+    """The driver calls what it was given, with what it was given, when it frees the object that the graph keeps."""
+    kept, codes = {}, {"create": 0, "retain": 0}
+
+    def create(made, argument, call, count, flags):
+        made._obj.value, kept["end"] = 99, (call, argument)
+        assert (count, flags) == (1, 1)
+        return codes["create"]
+
+    def retain(graph, made, count, flags):
+        assert (graph.value, made.value, count, flags) == (88, 99, 1, 1)
+        return codes["retain"]
+
+    driver = SimpleNamespace(cuUserObjectCreate=create, cuGraphRetainUserObject=retain)
+    monkeypatch.setattr(cuda, "_driver", lambda: driver)
+    first, second = cuda.end_of(88), cuda.end_of(88)
+    assert not first() and not second()
+    call, argument = kept["end"]
+    call(argument)
+    assert second() and second() and not first()
+    assert not cuda.end_of(None)()
+    for name in codes:  # who doesn't watch says that it isn't gone
+        codes[name] = 1
+        assert not cuda.end_of(88)()
+        codes[name] = 0
+    monkeypatch.setattr(cuda, "_driver", SimpleNamespace)
+    assert not cuda.end_of(88)()

@@ -6,9 +6,10 @@ Both libraries come with torch's CUDA builds (NVRTC) and with the GPU's driver; 
 import ctypes
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -154,14 +155,47 @@ def launch(
     _done(code, _driver(), f"launch of {blocks} blocks of {threads} threads")
 
 
-def capture(stream: int) -> int | None:
-    """The number of the capture that this stream is in, no other's; None if there is none or the driver doesn't say."""
-    status, number, rest = ctypes.c_int(), ctypes.c_uint64(), [None] * 4  # rest: what later versions would tell as well
+class Capture(NamedTuple):
+    """A stream's: its number is no other capture's; graph: what it makes, None if the driver doesn't say."""
+
+    number: int
+    graph: int | None
+
+
+def capture(stream: int) -> Capture | None:
+    """The capture that this stream is in; None if there is none or the driver doesn't say."""
+    status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
+    rest = ctypes.byref(graph), None, None, None  # None: what later versions would tell as well
     for version in ("_v2", "", "_v3"):
         ask = getattr(_driver(), f"cuStreamGetCaptureInfo{version}", None)
         if ask and ask(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), *rest) == 0:
-            return number.value if status.value == _CAPTURING else None
+            return Capture(number.value, graph.value) if status.value == _CAPTURING else None
     return None
+
+
+def end_of(graph: int | None) -> Callable[[], bool]:
+    """Tells, when asked, whether a graph that is being captured is gone, with all that was instantiated from it and
+    their launches; always False where the driver doesn't watch it.
+
+    At that end the driver calls sem_post, from a thread of its own where no Python may run. The semaphore is never
+    freed: a graph may outlive the interpreter.
+    """
+    c, watched, count = ctypes.CDLL(None), ctypes.c_void_p(), ctypes.c_int()
+    c.calloc.restype = ctypes.c_void_p
+    semaphore = ctypes.c_void_p(c.calloc(1, 64))
+    c.sem_init(semaphore, 0, 0)
+    create, retain = (getattr(_driver(), name, None) for name in ("cuUserObjectCreate", "cuGraphRetainUserObject"))
+    # The 1s: one reference, no order with the driver's other work; one reference, which moves to the graph.
+    if graph is None or not (create and retain) or create(ctypes.byref(watched), semaphore, c.sem_post, 1, 1):
+        return lambda: False
+    if retain(ctypes.c_void_p(graph), watched, 1, 1):
+        return lambda: False
+
+    def gone() -> bool:
+        c.sem_getvalue(semaphore, ctypes.byref(count))
+        return count.value > 0
+
+    return gone
 
 
 def _value(argument) -> ctypes._SimpleCData | ctypes.Array:

@@ -1,7 +1,10 @@
 """NVFP4 experts of few tokens as one kernel (nvfp4_experts.cu), with the bits of the operators one by one."""
 
+import warnings
+from collections.abc import Callable
 from functools import lru_cache
 from threading import Lock
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,35 +18,64 @@ from minitransformer.ops.gpu.pack import UNIT_COLUMNS, UNIT_ROWS
 SOURCE = "nvfp4_experts.cu"
 MOST = 4  # tokens: as many as leave room for a ring of two pieces a warp
 SHARED_LIMIT, UNIT_BYTES, PADDING = 227 << 10, 576, 16
-_places: dict[torch.device, dict] = {}  # of the launches of a GPU: owner -> (counter, first cell, end)
+_places: dict[torch.device, dict[tuple, "Place"]] = {}  # of the launches of a GPU, by owner
 _placing = Lock()
 
 
-def _owner(home: torch.device, how: tuple) -> tuple | None:
-    """Who shares a place: launches of one shape that follow one another, in a stream or in a graph's part of one. What
-    is captured may be replayed beside anything else. None if the driver doesn't say in which graph this is."""
-    stream = torch.cuda.current_stream(home).cuda_stream
-    if not torch.cuda.is_current_stream_capturing():
-        return how, stream
-    graph = cuda.capture(stream)
-    return None if graph is None else (how, stream, graph)
+class Place(NamedTuple):
+    """What a launch has to itself. how: as what the kernel is compiled; end: of its cells; gone: is the owner?"""
+
+    how: tuple[tuple[str, int], ...]
+    cells: Tensor
+    begun: Tensor
+    end: int
+    gone: Callable[[], bool]
 
 
-def _place(home: torch.device, count: int, how: tuple) -> tuple[Tensor, Tensor] | None:
-    """The cells of a launch and its counter; None if there is no room for one owner more. Launches that may run at once
-    must not share them, nor do those of other shapes, which would leave cells filled."""
-    owner = _owner(home, how)
+def _place(home: torch.device, count: int, how: tuple) -> Place | None:
+    """Launches that may run at once must not share it, nor do those of other shapes, which would leave cells filled.
+    Those of one shape that follow one another do: in a stream, or in a graph's part of one. None, and a warning, if
+    there is no room for one owner more."""
+    stream, capturing = torch.cuda.current_stream(home).cuda_stream, torch.cuda.is_current_stream_capturing()
+    capture = cuda.capture(stream) if capturing else None
+    owner = how, stream, capture and capture.number  # what is captured may be replayed beside anything else
     with _placing:
-        if home not in _places and torch.cuda.is_current_stream_capturing():
-            return None  # a graph must not fill them
-        places, (counters, cells) = _places.setdefault(home, {}), device.meeting(home)
+        if capturing and home not in _places:
+            return _none("the first launch stands in a CUDA graph, which must not fill memory; run it once before")
+        if capturing and capture is None:
+            return _none("the driver does not say which CUDA graph is captured")
+        places = _places.setdefault(home, {})
         if owner not in places:
-            taken = next(reversed(places.values()))[2] if places else 0
-            if owner is None or len(places) == len(counters) or taken + count > len(cells):
-                return None
-            places[owner] = len(places), taken, taken + count
-        at, first, end = places[owner]
-    return cells[first:end], counters[at : at + 1]
+            found = _left(places, how) or _new(home, places, count, how)
+            if found is None:
+                return _none(f"{len(places)} shapes and CUDA graphs have all cells; drop graphs that nobody replays")
+            places[owner] = found._replace(gone=cuda.end_of(capture.graph)) if capture else found
+        return places[owner]
+
+
+def _left(places: dict[tuple, Place], how: tuple) -> Place | None:
+    """A graph's that is gone: the next launch of the same shape finds the cells as it must."""
+    old = next((owner for owner, place in places.items() if owner[0] == how and place.gone()), None)
+    return None if old is None else places.pop(old)._replace(gone=_never)
+
+
+def _new(home: torch.device, places: dict[tuple, Place], count: int, how: tuple) -> Place | None:
+    """Behind the others."""
+    (counters, cells), at = device.meeting(home), len(places)
+    first = max((place.end for place in places.values()), default=0)
+    if at == len(counters) or first + count > len(cells):
+        return None
+    return Place(how, cells[first : first + count], counters[at : at + 1], first + count, _never)
+
+
+def _never() -> bool:
+    """Of a stream."""
+    return False
+
+
+def _none(why: str) -> None:
+    text = f"NVFP4 experts of up to {MOST} tokens run as five kernels in place of one, the same bits but slower: {why}"
+    warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def _cells(T: int, slots: int, F: int) -> int:
@@ -92,35 +124,35 @@ def _meet(home: torch.device, how: tuple[tuple[str, int], ...]) -> bool:
     return each * device.multiprocessors(home) >= sizes["BLOCKS"]
 
 
-def takes(home: torch.device, plan: Plan, gate_up: tuple[Tensor, Tensor], down: tuple[Tensor, Tensor]) -> bool:
-    """Whether the kernel serves these tokens and (packed weight, outer scales) of both products."""
+def place(home: torch.device, plan: Plan, gate_up: tuple[Tensor, Tensor], down: tuple[Tensor, Tensor]) -> Place | None:
+    """For one launch now; None where the kernel doesn't serve these tokens and (packed weight, outer scales) of both
+    products."""
     (T, slots), D, F = plan.rows_TK.shape, down[1].shape[1], gate_up[1].shape[1] // 2
     if not 1 <= T <= MOST or not 1 <= slots <= 16 or D % UNIT_COLUMNS or F % UNIT_COLUMNS or 0 in (D, F):
-        return False
+        return None
     how = defines(T, slots, D, F, _blocks(home, D))
-    return dict(how)["DEPTH"] >= 2 and _meet(home, how) and _place(home, _cells(T, slots, F), how) is not None
+    return _place(home, _cells(T, slots, F), how) if dict(how)["DEPTH"] >= 2 and _meet(home, how) else None
 
 
 def forward(
-    x_TD: Tensor, plan: Plan, weights_TK: Tensor, gate_up: tuple[Tensor, Tensor], down: tuple[Tensor, Tensor]
-) -> Tensor:
+    x_TD: Tensor, plan: Plan, weights_TK: Tensor, gate_up: tuple[Tensor, Tensor], down: tuple[Tensor, Tensor],
+    at: Place,
+) -> Tensor:  # fmt: skip
     """x [T, D] BF16, routing weights FP32 [T, K], packed weights with outer scales FP32 -> [T, D] BF16.
 
-    What `takes` refuses is not to be given. No gradient.
+    at: what `place` gave for these. No gradient.
     """
-    home, (T, D), slots, F = x_TD.device, x_TD.shape, plan.rows_TK.shape[1], gate_up[1].shape[1] // 2
+    home, sizes = x_TD.device, dict(at.how)
     (x,) = device.take("few_experts", home, torch.bfloat16, x_TD)
     places = device.take("few_experts", home, torch.int64, plan.order_R, plan.rows_TK, plan.bounds_E1)
     weights, *scales = device.take("few_experts", home, torch.float32, weights_TK, gate_up[1], down[1])
-    out = torch.empty(T, D, dtype=torch.bfloat16, device=home)
-    how = defines(T, slots, D, F, _blocks(home, D))
-    sizes, (cells, begun) = dict(how), _place(home, _cells(T, slots, F), how)
+    out = torch.empty(x.shape, dtype=torch.bfloat16, device=home)
     with on(home):
         cuda.launch(
-            cuda.kernel(home, SOURCE, "experts", how, sizes["SHARED"]),
+            cuda.kernel(home, SOURCE, "experts", at.how, sizes["SHARED"]),
             sizes["BLOCKS"], 32 * sizes["WARPS"], sizes["SHARED"],
-            (aligned(x), *places, weights, gate_up[0], scales[0], down[0], scales[1], cells, out,
-             begun, device.faults(home), plan.num_experts,
+            (aligned(x), *places, weights, gate_up[0], scales[0], down[0], scales[1], at.cells, out,
+             at.begun, device.faults(home), plan.num_experts,
              device.slot("experts.gate_up"), device.slot("experts.down")),
             early=True, meets=True,
         )  # fmt: skip

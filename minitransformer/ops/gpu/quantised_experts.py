@@ -20,8 +20,8 @@ def forward(
 
     No gradient. Behind what made the weights another kernel was launched, or will be, here, before a product.
     """
-    if few_experts.takes(x_TD.device, plan, gate_up, down):
-        return few_experts.forward(x_TD, plan, weights_TK, gate_up, down)
+    if (at := few_experts.place(x_TD.device, plan, gate_up, down)) is not None:
+        return few_experts.forward(x_TD, plan, weights_TK, gate_up, down, at)
     rows = quantised_rows.operand(x_TD, plan, GATHER)
     if quantised_linear.joins_swiglu(plan, gate_up[1]):
         rows = quantised_rows.operand(quantised_linear.swiglu(*rows, *gate_up, plan), plan, ROWS)
