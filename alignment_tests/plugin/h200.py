@@ -23,7 +23,7 @@ import torch
 
 from alignment_tests.plugin import laws
 from alignment_tests.plugin.h200_engines import add_row, connect, keep, learners, sizes_of, write, write_bare
-from alignment_tests.plugin.h200_laws import LONG, send, tables
+from alignment_tests.plugin.h200_laws import LONG, same_gpu, send, tables
 from minitransformer.errors import InputError
 from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from minitransformer.models.qwen3_moe.quantise import quantise
@@ -55,7 +55,7 @@ def transfers(args: argparse.Namespace) -> int:
                 print(" ".join(f"{c:>12}" for c in (name, report.route, weights, *parts, verdict)), flush=True)
                 add_row(
                     args, engine=name, route=report.route, asked=route, weights=weights, bytes=report.bytes,
-                    seconds=report.seconds, verdict=verdict,
+                    seconds=report.seconds, verdict=verdict, same_gpu=same_gpu(model, c),
                 )  # fmt: skip
     return wrong
 

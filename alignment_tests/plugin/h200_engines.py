@@ -35,7 +35,7 @@ STOCK = ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--mo
          "--cuda-graph-backend-prefill", "disabled"]  # fmt: skip
 OWN = ["--cuda-graph-bs-prefill", "1024", "8192"]  # of its 58 sizes those that benchmarks/sglang_speed.py meets
 VARIANTS = {"chunk16": ["--chunked-prefill-size", "16"], "chunk64": ["--chunked-prefill-size", "64"],
-            "page16": ["--page-size", "16"],
+            "page16": ["--page-size", "16"], "mixed": ["--enable-mixed-chunk"], "twin": [],
             "small": ["--max-total-tokens", "300", "--schedule-conservativeness", "0.1"],
             "tight": ["--max-total-tokens", "3100", "--schedule-conservativeness", "0.1"]}  # fmt: skip
 KINDS = {"bf16": [], "packed": [], "nvfp4": RECIPE, "stock": STOCK,
@@ -177,6 +177,8 @@ def connect(args: argparse.Namespace, name: str) -> tuple[Client, str]:
 def add_row(args: argparse.Namespace, **found) -> None:
     """One line of JSON more in --json, and what it was measured on."""
     if args.json is not None:
+        if found.get("engine", "").startswith("wide"):
+            found["layers"] = args.layers
         found["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         found["date"] = time.strftime("%Y-%m-%d")
         with args.json.open("a") as file:

@@ -13,6 +13,7 @@ from minitransformer.learner.learner import Learner
 from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from minitransformer.ops.nvfp4 import Nvfp4
 from minitransformer.plugins.sglang.client import Client
+from minitransformer.plugins.sglang.identity import gpu
 from minitransformer.plugins.sglang.sync import SyncReport, sync
 
 Laws = dict[str, Callable[[], laws.Count]]
@@ -39,6 +40,7 @@ def of_an_engine(c: Client, model: Qwen3MoeForCausalLM, experts: bool) -> Laws:
         "radix hit of 100 tokens against none": lambda: laws.hit_equals_miss(c, ids[7][:100], ids[2], 100),
         "our sampler against engine": lambda: laws.sampler_equals_engine(model, c, ids),
         "our sampler against engine, top_p 0.9": lambda: laws.sampler_equals_engine(model, c, ids, 0.8, 8, top_p=0.9),
+        "1,024 likeliest tokens against rescoring": lambda: laws.distribution_agrees(c, ids[2], VOCAB),
         **({"expert ids": lambda: laws.experts_agree(model, c, ids)} if experts else {}),
     }
 
@@ -66,7 +68,7 @@ def of_a_variant(c: Client, variants: list[str], plain: Client, lengths: list[in
     ids, what = laws.prompts((5, 1, 37, 64, 65, 90, 16, 200), VOCAB), "-".join(variants)
     long = laws.prompts(lengths[2::9] if "chunk16" in variants else lengths[::3], VOCAB, 21)  # 16 a step take long
     rows = {
-        f"{what} against none": lambda: laws.engines_agree(plain, c, ids),
+        f"{what} against none": lambda: laws.engines_agree(plain, c, ids, 1.0, 40 if "mixed" in variants else 16),
         f"{what} against none, 0.6": lambda: laws.engines_agree(plain, c, ids, 0.6),
         "decode against rescoring": lambda: laws.decode_equals_rescoring(c, ids),
     }
@@ -115,6 +117,10 @@ def keep_packed(model: Qwen3MoeForCausalLM) -> None:
         gate_up, down = (mlp.experts.quantised(name, getattr(mlp, name).weight) for name in ("gate_up", "down"))
         outer = gate_up.outer.view(-1, 1).expand(-1, 2).contiguous()
         mlp.set_quantised(model.recipe.for_layer(i), Nvfp4(gate_up.codes, gate_up.scales, outer), down)
+
+
+def same_gpu(model: Qwen3MoeForCausalLM, c: Client) -> bool:
+    return gpu(model.device) == c.identity().get("gpu")
 
 
 def send(args: argparse.Namespace, model: Qwen3MoeForCausalLM, c: Client, route: str | None) -> SyncReport:
@@ -176,5 +182,6 @@ def bring_weights(args: argparse.Namespace, name: str, c: Client, model: Qwen3Mo
     r = send(args, model, c, args.routes[0])
     parts = ", ".join(f"{part} {x:.2f}" for part, x in r.seconds.items())
     print(f"{name}: {r.bytes / 2**30:.1f} GiB by {r.route}; seconds {parts}; {r.verdict()}", flush=True)
-    add_row(args, engine=name, route=r.route, bytes=r.bytes, seconds=r.seconds, verdict=r.verdict())
+    found = dict(route=r.route, bytes=r.bytes, seconds=r.seconds, verdict=r.verdict(), same_gpu=same_gpu(model, c))
+    add_row(args, engine=name, **found)
     assert r.equal

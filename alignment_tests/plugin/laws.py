@@ -178,6 +178,25 @@ def experts_agree(model, client: Client, ids: Ids, new_tokens: int = 8) -> Count
     return total(each)
 
 
+def distribution_agrees(client: Client, prompt: Sequence[int], top: int, new_tokens: int = 6) -> Count:
+    """The `top` likeliest tokens at each position and three others, when it was sampled and when it is rescored."""
+    asked = dict(top_logprobs_num=top, token_ids_logprob=[[7, 3, 200]])
+    client.flush_cache()
+    [out] = client.generate([prompt], params(1, 1.0, new_tokens), **asked)
+    [again] = client.generate([[*prompt, *out.token_ids]], params(1, 0.0, 1), **asked)
+    each = []
+    for kind in ("top_logprobs", "token_ids_logprobs"):
+        for sampled, scored in zip(
+            out.meta[f"output_{kind}"], again.meta[f"input_{kind}"][len(prompt) :], strict=True
+        ):  # fmt: skip
+            a, b = ({i: log_prob for log_prob, i, _ in found} for found in (sampled, scored))
+            assert len(a) == (top if kind == "top_logprobs" else 3), (kind, len(a))
+            each += [count(sorted(a), sorted(b)), count([a[i] for i in sorted(a)], [b[i] for i in sorted(b)])]
+    own = [{i: x for x, i, _ in found} for found in out.meta["output_top_logprobs"]]
+    among = [(x, found[i]) for x, i, found in zip(out.log_probs, out.token_ids, own, strict=True) if i in found]
+    return total([*each, count([a for a, _ in among], [b for _, b in among])])
+
+
 def squeezed(small: Client, large: Client, ids: Ids, new_tokens: int) -> tuple[Count, list[int]]:
     """Many requests in a pool that holds few of them: what they emit, and how often each was retracted."""
     outs = run(small, ids, 1.0, new_tokens, first=-1)

@@ -80,15 +80,4 @@ def test_experts_agree(engine):
 
 def test_top_and_chosen_log_probs(engine):
     """All of the distribution at each position: sampled and rescored alike, and the token's own among them."""
-    own, asked = laws.params(1, 1.0, 6), dict(top_logprobs_num=VOCAB, token_ids_logprob=[[7, 3, 200]])
-    engine.client.flush_cache()
-    [out] = engine.client.generate([P[2]], own, **asked)
-    whole = P[2] + out.token_ids
-    [again] = engine.client.generate([whole], laws.params(1, 0.0, 1), **asked)
-    for j, (token, log_prob) in enumerate(zip(out.token_ids, out.log_probs, strict=True)):
-        sampled = {i: lp for lp, i, _ in out.meta["output_top_logprobs"][j]}
-        scored = {i: lp for lp, i, _ in again.meta["input_top_logprobs"][len(P[2]) + j]}
-        assert sampled == scored and len(sampled) == VOCAB and sampled[token] == log_prob
-        chosen = {i: lp for lp, i, _ in out.meta["output_token_ids_logprobs"][j]}
-        assert chosen == {i: lp for lp, i, _ in again.meta["input_token_ids_logprobs"][len(P[2]) + j]}
-        assert chosen == {i: sampled[i] for i in (7, 3, 200)}
+    zero(laws.distribution_agrees(engine.client, P[2], VOCAB))

@@ -1,0 +1,28 @@
+"""What docs/sglang.md says of the laws on an H200 is what was written there, and nothing in it differs."""
+
+from pathlib import Path
+
+from alignment_tests.plugin import h200_table
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs/sglang.md").read_text("utf-8")
+
+
+def test_the_page_says_what_the_results_say():
+    lines = list(h200_table.laws_table(h200_table.read(h200_table.FILE)))
+    assert len(lines) > 4
+    assert [line for line in lines if line not in PAGE] == []
+
+
+def test_nothing_differs():
+    rows = h200_table.read(h200_table.FILE)
+    assert [row for row in rows if row.get("differing") or not row.get("verdict", "EQUAL").startswith("EQUAL")] == []
+    assert all(row["of"] > 0 for row in rows if "law" in row)
+    assert {row["device"] for row in rows} == {"NVIDIA H200"}
+
+
+def test_a_difference_is_shown():
+    row = {"engine": "tiny-bf16-graphs", "law": "two runs", "differing": 1, "of": 2}
+    long = row | {"law": "long: two runs", "differing": 0, "engine": "tiny-bf16-graphs"}
+    assert list(h200_table.laws_table([row, long]))[2].split(" | ")[1:4] == ["BF16", "1 of 2 differ", "2"]
+    twin = row | {"engine": "tiny-bf16-graphs-bare-chunk16-tight", "differing": 0}
+    assert list(h200_table.laws_table([row, twin]))[2].split(" | ")[5] == "2"
