@@ -90,6 +90,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=360000, help="of an engine's pool of keys and values")
     parser.add_argument("--context", type=int, default=2048, help="an engine's longest sequence")
     parser.add_argument("--long", type=int, nargs="*", default=list(LONG), help="prompts of the long laws")
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="laws of these names")
     parser.add_argument("--json", type=Path, help="laws and sync: add their rows to this file, JSON lines")
     parser.add_argument("--experts", action="store_true", help="engines return the experts' ids")
     parser.add_argument("--warm", action="store_true", help="an engine is up when the batches have run on it")

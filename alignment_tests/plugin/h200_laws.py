@@ -3,6 +3,7 @@
 import argparse
 import time
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from functools import cache
 
 import torch
@@ -158,7 +159,7 @@ def table(args: argparse.Namespace, name: str, load: Callable[[str], Qwen3MoeFor
         rows = of_an_engine(c, model, args.experts)
         rows |= of_long_contexts(c, model, args.long, args.experts) if args.long else {}
     wrong = 0
-    for what, law in rows.items():
+    for what, law in ((what, law) for what, law in rows.items() if fnmatchcase(what, args.only)):
         began = time.monotonic()
         try:
             found = law()
