@@ -96,10 +96,14 @@ def of_a_variant(c: Client, variants: list[str], plain: Client, lengths: list[in
 
 
 def retracted(c: Client, plain: Client, lengths: list[int], new_tokens: int, first: int | None = None) -> laws.Count:
-    """One of the first requests must have been turned out."""
-    found, times = laws.squeezed(c, plain, laws.prompts(lengths, VOCAB, seed=5), new_tokens)
-    assert any(times[:first]), f"the pool was never short for them: the law shows nothing: {times}"
-    return found
+    """One of the first requests must have been turned out; which one is, is SGLang's choice and a matter of timing."""
+    counts = []
+    for _ in range(3):
+        found, times = laws.squeezed(c, plain, laws.prompts(lengths, VOCAB, seed=5), new_tokens)
+        counts.append(found)
+        if any(times[:first]):
+            return laws.total(counts)
+    raise AssertionError(f"the pool was never short for them: the law shows nothing: {times}")
 
 
 @cache

@@ -47,6 +47,9 @@ def test_chunks_pages_and_retraction_across_the_border(long_engine, long_checkpo
         for prefix, reused in ((1023, 1008), (1030, 1024)):
             zero(laws.hit_equals_miss(other.client, P[4][:prefix], P[3][:8], reused, NEW))
         ids = laws.prompts((1022, *range(30, 58)), VOCAB, 5)
-        found, retractions = laws.squeezed(other.client, long_engine.client, ids, 40)
-    zero(found)
+        for _ in range(3):  # which request is turned out is a matter of timing
+            found, retractions = laws.squeezed(other.client, long_engine.client, ids, 40)
+            zero(found)
+            if retractions[0]:
+                break
     assert retractions[0] > 0, retractions
