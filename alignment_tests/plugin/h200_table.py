@@ -1,16 +1,17 @@
-"""The tables of docs/sglang.md from the rows that `h200 laws` and `h200 sync` wrote.
+"""Two tables of docs/sglang.md, from the rows that `h200 laws` and `stock_h200 operators` wrote.
 
-  python3 -m alignment_tests.plugin.h200_table [benchmarks/results/h200_sglang_laws.jsonl]
+  python3 -m alignment_tests.plugin.h200_table
 """
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from alignment_tests.plugin.h200_engines import VARIANTS
+from alignment_tests.plugin.stock_operators import HEADER, line
 
-FILE = Path(__file__).resolve().parents[2] / "benchmarks/results/h200_sglang_laws.jsonl"
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results"
+LAWS, STOCK = RESULTS / "h200_sglang_laws.jsonl", RESULTS / "h200_sglang_stock.jsonl"
 MODELS = {"tiny": "tiny: 3 layers, hidden 256, 8 experts, top-2", "smol": "the demo checkpoint",
           "wide": "Qwen3-30B-A3B's widths, {} layers"}  # fmt: skip
 KINDS = {"bf16": "BF16", "nvfp4": "`nvfp4_per_token`", "packed": "packed NVFP4"}
@@ -50,20 +51,12 @@ def laws_table(rows: list[dict]) -> Iterator[str]:
         yield f"| {MODELS[size].format(layers)} | {form} | {' | '.join(shown)} |"
 
 
-def syncs_table(rows: list[dict]) -> Iterator[str]:
-    """The last sync of each route; seconds by part."""
-    yield "| model | format | learner | route | MiB | quantise | send | load | prove |"
-    yield "|---|---|---|---|---|---|---|---|---|"
-    last = {(row["engine"], row.get("same_gpu"), row["route"]): row for row in rows if "route" in row}
-    for (engine, same_gpu, route), row in last.items():
-        if not row["verdict"].startswith("EQUAL") or any(word in VARIANTS for word in engine.split("-")):
-            continue
-        size, kind, *_ = engine.split("-")
-        parts = " | ".join(f"{x:.3f}" for x in row["seconds"].values())
-        where, model = "the same GPU" if same_gpu else "another GPU", MODELS[size].format(row.get("layers"))
-        yield f"| {model} | {KINDS[kind]} | {where} | {route} | {row['bytes'] / 2**20:,.1f} | {parts} |"
+def stock_table(rows: list[dict]) -> Iterator[str]:
+    """Our operators beside SGLang's (stock_operators.py)."""
+    fields = ("operator", "elements", "differing", "max_ulp", "largest")
+    yield from HEADER
+    yield from (line(*(row[field] for field in fields)) for row in rows if "operator" in row)
 
 
 if __name__ == "__main__":
-    rows = read(Path(sys.argv[1]) if sys.argv[1:] else FILE)
-    print(*laws_table(rows), "", *syncs_table(rows), sep="\n")
+    print(*laws_table(read(LAWS)), "", *stock_table(read(STOCK)), sep="\n")

@@ -25,6 +25,7 @@ from minitransformer.plugins.sglang.stock_kernels import SglangKernels
 EPS, THETA, SPLIT = 1e-6, 1e6, 256  # SPLIT: keys in a part of SGLang's decode under deterministic inference
 REAL = dict(D=2048, N=32, G=4, H=128, E=128, K=8, F=768, V=151936)  # Qwen3-30B-A3B
 SMALL = dict(D=64, N=4, G=2, H=16, E=8, K=3, F=32, V=300)
+HEADER = "| operator | elements | differing | max ulp | largest difference |", "|---|---|---|---|---|"
 Rows = Iterator[tuple[str, Tensor, Tensor]]  # what, ours, theirs
 
 
@@ -142,7 +143,7 @@ def line(operator: str, elements: int, differing: int, max_ulp: int, largest: fl
 def table(args: argparse.Namespace) -> int:
     device, sizes = ("cpu", SMALL) if args.own else ("cuda", REAL)
     kernels = OwnKernels() if args.own else SglangKernels()
-    print("| operator | elements | differing | max ulp | largest difference |\n|---|---|---|---|---|", flush=True)
+    print(*HEADER, sep="\n", flush=True)
     parts: tuple[Callable[..., Rows], ...] = (products, experts, rows, attentions)
     for part in parts:
         try:
