@@ -71,12 +71,14 @@ docs: $(VENV)/.installed
 docs-check: $(VENV)/.installed
 	$(call step,docs,$(PY) docs/gather_specs.py --check)
 
+# One a core, four at the most: each may have to compile the CPU kernels for itself the first time.
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 # pytest comes last: its summary is the last line.
 test: lint docs-check
-	@printf '%s\n' '-- pytest'; $(PY) -m pytest -m "not slow and not gpu"
+	@printf '%s\n' '-- pytest'; $(PY) -m pytest -n $(WORKERS) -m "not slow and not gpu"
 
 test-all: lint docs-check $(VENV)/.smollm2
-	@printf '%s\n' '-- pytest'; $(PY) -m pytest -m "not gpu"
+	@printf '%s\n' '-- pytest'; $(PY) -m pytest -n $(WORKERS) -m "not gpu"
 
 # Each worker has its own CUDA context; most of the time goes into compiling kernels and into the CPU reference.
 GPU_WORKERS ?= 12
@@ -101,11 +103,13 @@ $(SGVENV)/.installed: $(SGVENV)/.torch $(SGREQUIREMENTS) pyproject.toml
 	$(call step,installing SGLang and minitransformer,$(SGPIP) install --no-compile --no-deps -r $(SGREQUIREMENTS) -e .)
 	@touch $@
 
+# By files, whose tests share engines. The tests with stand-ins for SGLang are those of `make test`.
+SGPYTEST = -m pytest -n $(WORKERS) --dist loadfile
 test-sglang: $(SGVENV)/.installed
-	@printf '%s\n' '-- pytest'; $(SGPY) -m pytest -m "not gpu and not slow" alignment_tests/plugin
+	@printf '%s\n' '-- pytest'; $(SGPY) $(SGPYTEST) -m "sglang and not slow" alignment_tests/plugin
 
 test-sglang-all: $(SGVENV)/.installed
-	@printf '%s\n' '-- pytest'; $(SGPY) -m pytest -m "not gpu" alignment_tests/plugin
+	@printf '%s\n' '-- pytest'; $(SGPY) $(SGPYTEST) -m "not gpu" alignment_tests/plugin
 
 # Does the newest SGLang still fit? On the CPU, in an environment that is made anew; says what broke, whatever it is.
 test-sglang-newest:

@@ -25,8 +25,9 @@ def long_checkpoint(tmp_path_factory):
     return directory
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def engine(checkpoint):
-    """One engine for the laws of a module: radix cache on, whole prefill, expert ids captured."""
+    """One engine for all tests of a process that leave its weights as they found them: radix cache on, whole prefill,
+    expert ids captured."""
     with engines.start(checkpoint, ["--enable-return-routed-experts"]) as server:
         yield server

@@ -23,8 +23,8 @@ def refused(checkpoint, arguments=(), environment=None) -> str:
     return str(error.value)
 
 
-def test_arguments(checkpoint):
-    assert "keys and values are BF16" in refused(checkpoint, ["--kv-cache-dtype", "fp8_e5m2"])
+def test_an_argument(checkpoint):
+    """Another one: test_align_starts_a_server."""
     assert "one GPU a server" in refused(checkpoint, ["--tp-size", "2"])
 
 
@@ -68,34 +68,34 @@ def test_a_plugin_that_fails(checkpoint, tmp_path):
     assert "ModuleNotFoundError" in said and "minitransformer.plugins.sglang.logits" in said
 
 
-def test_bad_requests_leave_the_server_alone(checkpoint):
-    with engines.start(checkpoint) as server:
-        first = laws.run(server.client, P)
-        for change in (
-            {"min_p": 0.5}, {"temperature": 1e9}, {"sampling_seed": -1}, {"temperature": -1.0}, {"sampling_seed": 1.5},
-            {"top_k": 1 << 40}, {"logit_bias": {"5": 1e300}}, {"repetition_penalty": 1e-30}, {"regex": "[0-9]"},
-        ):  # fmt: skip
-            with pytest.raises(InputError, match="refuses"):
-                server.client.generate([P[0]], laws.params(1, 1.0, 4)[0] | change)
-        with pytest.raises(InputError, match="is outside the vocabulary"):
-            server.client.generate([[1, engines.VOCAB]], laws.params(1, 1.0, 4))
-        for change in (
-            {"temperature": "hot"}, {"top_p": [0.5]}, {"stop_token_ids": [["a"]]}, {"logit_bias": [1]}, {"no_field": 1},
-            {"frequency_penalty": {}}, {"max_new_tokens": "4"},
-        ):  # fmt: skip
-            with pytest.raises(InputError, match=r"refuses \(400\)"):
-                server.client.generate([P[0]], laws.params(1, 1.0, 4)[0] | change)
-        for asked in ([engines.VOCAB], ["a"], [0.5], [1] * 2000):
-            with pytest.raises(InputError, match=r"refuses \(400\).*token_ids_logprob"):
-                server.client.generate([P[0]], laws.params(1, 1.0, 4), token_ids_logprob=[asked])
-        for change in ({"first": -2}, {"top_logprobs_num": -3}, {"top_logprobs_num": 1 << 20}):
-            with pytest.raises(InputError, match="refuses.*must be an integer from"):
-                server.client.generate([P[0]], laws.params(1, 1.0, 4), **change)
-        with pytest.raises(InputError, match="refuses.*no token"):
-            server.client.generate([P[0], []], laws.params(2, 1.0, 4))
-        with pytest.raises(InputError, match="refuses.*input_embeds"):
-            server.client.call("/generate", {"input_embeds": [[0.0] * 64], "sampling_params": {"max_new_tokens": 1}})
-        zero(laws.same(first, laws.run(server.client, P)))
+def test_bad_requests_leave_the_server_alone(engine):
+    client = engine.client
+    first = laws.run(client, P)
+    for change in (
+        {"min_p": 0.5}, {"temperature": 1e9}, {"sampling_seed": -1}, {"temperature": -1.0}, {"sampling_seed": 1.5},
+        {"top_k": 1 << 40}, {"logit_bias": {"5": 1e300}}, {"repetition_penalty": 1e-30}, {"regex": "[0-9]"},
+    ):  # fmt: skip
+        with pytest.raises(InputError, match="refuses"):
+            client.generate([P[0]], laws.params(1, 1.0, 4)[0] | change)
+    with pytest.raises(InputError, match="is outside the vocabulary"):
+        client.generate([[1, engines.VOCAB]], laws.params(1, 1.0, 4))
+    for change in (
+        {"temperature": "hot"}, {"top_p": [0.5]}, {"stop_token_ids": [["a"]]}, {"logit_bias": [1]}, {"no_field": 1},
+        {"frequency_penalty": {}}, {"max_new_tokens": "4"},
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=r"refuses \(400\)"):
+            client.generate([P[0]], laws.params(1, 1.0, 4)[0] | change)
+    for asked in ([engines.VOCAB], ["a"], [0.5], [1] * 2000):
+        with pytest.raises(InputError, match=r"refuses \(400\).*token_ids_logprob"):
+            client.generate([P[0]], laws.params(1, 1.0, 4), token_ids_logprob=[asked])
+    for change in ({"first": -2}, {"top_logprobs_num": -3}, {"top_logprobs_num": 1 << 20}):
+        with pytest.raises(InputError, match="refuses.*must be an integer from"):
+            client.generate([P[0]], laws.params(1, 1.0, 4), **change)
+    with pytest.raises(InputError, match="refuses.*no token"):
+        client.generate([P[0], []], laws.params(2, 1.0, 4))
+    with pytest.raises(InputError, match="refuses.*input_embeds"):
+        client.call("/generate", {"input_embeds": [[0.0] * 64], "sampling_params": {"max_new_tokens": 1}})
+    zero(laws.same(first, laws.run(client, P)))
 
 
 def test_weights_are_read_with_torchs_own_default_type():
@@ -111,7 +111,7 @@ def test_weights_are_read_with_torchs_own_default_type():
         torch.set_default_dtype(torch.float32)
 
 
-def test_bad_updates_leave_the_weights_alone(checkpoint, tmp_path):
+def test_bad_updates_leave_the_weights_alone(engine, tmp_path):
     """A checkpoint of another size, one with a NaN, one that is not there: refused, and nothing was written."""
     poisoned = engines.tiny(2)
     poisoned.save_pretrained(tmp_path / "poisoned")
@@ -123,12 +123,12 @@ def test_bad_updates_leave_the_weights_alone(checkpoint, tmp_path):
     (tmp_path / "cut" / "model.safetensors").write_bytes(file.read_bytes()[:-4096])
     engines.tiny(1, vocab_size=engines.VOCAB + 16).save_pretrained(tmp_path / "large")
     group = {"names": ["a"], "dtypes": ["bfloat16"], "shapes": [[1]]}
-    with engines.start(checkpoint) as server:
-        first, held = laws.run(server.client, P), (server.client.checksums(), server.client.identity())
-        for name in ("large", "poisoned", "cut", "absent"):
-            with pytest.raises(InputError, match="Nothing was written: the server goes on with the weights it had"):
-                laws.update_from_disk(server.client, tmp_path / name)
-            assert (server.client.checksums(), server.client.identity()) == held
-        with pytest.raises(InputError, match="Nothing was written"):
-            server.client.call("/update_weights_from_distributed", group)
-        zero(laws.same(first, laws.run(server.client, P)))
+    client = engine.client
+    first, held = laws.run(client, P), (client.checksums(), client.identity())
+    for name in ("large", "poisoned", "cut", "absent"):
+        with pytest.raises(InputError, match="Nothing was written: the server goes on with the weights it had"):
+            laws.update_from_disk(client, tmp_path / name)
+        assert (client.checksums(), client.identity()) == held
+    with pytest.raises(InputError, match="Nothing was written"):
+        client.call("/update_weights_from_distributed", group)
+    zero(laws.same(first, laws.run(client, P)))

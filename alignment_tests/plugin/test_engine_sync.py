@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from alignment_tests.plugin import engines, laws
 from alignment_tests.plugin.test_engine import P, zero
-from minitransformer.cli import main
 from minitransformer.errors import InputError
 from minitransformer.learner.learner import Learner
 from minitransformer.learner.losses import PolicyGradient
@@ -28,7 +27,6 @@ from minitransformer.recipe import get
 from minitransformer.sampler.sequence import SamplingParams
 
 pytestmark, RECIPE = pytest.mark.sglang, "nvfp4_per_token"
-OVERRIDE = ["--json-model-override-args", f'{{"minitransformer_recipe": "{RECIPE}"}}']
 
 
 def learn(learner: Learner, client) -> float:
@@ -58,29 +56,6 @@ def test_a_loop_in_bf16(engine):
     assert sync(Learner(engines.tiny()), engine).equal  # as the other tests of this engine want it
 
 
-@pytest.mark.slow  # the packed loop below has the same recipe
-def test_a_loop_in_nvfp4_quantised_by_the_server(checkpoint):
-    model = engines.tiny()
-    model.set_recipe(RECIPE)
-    with engines.start(checkpoint, OVERRIDE) as server:
-        check_loop(server, Learner(model, lr=1e-2), 0)
-
-
-def test_a_loop_in_nvfp4_sent_packed(checkpoint, tmp_path, monkeypatch):
-    """And syncs that are refused, which leave no memory behind."""
-    quantise(checkpoint, tmp_path / "packed", get(RECIPE), MODELOPT)
-    model = engines.tiny()
-    model.set_recipe(RECIPE)
-    with engines.start(tmp_path / "packed") as server:
-        check_loop(server, Learner(model, lr=1e-2), 2)
-        bad, named = "experts.7.down_proj.weight_scale_2", sync_module._named
-        monkeypatch.setattr(sync_module, "_named", lambda *rest: [(n, -t if bad in n else t) for n, t in named(*rest)])
-        for _ in range(3):
-            with pytest.raises(InputError, match="Nothing was written"):
-                sync(Learner(model), server)
-            assert not engines.shared_memory(server)
-
-
 @pytest.mark.parametrize("form", [None, MODELOPT])
 def test_a_server_without_weights_waits_for_a_learner(checkpoint, tmp_path, form):
     """--load-format dummy: no file of weights. A part of them is refused, for the rest has no value."""
@@ -104,6 +79,9 @@ def test_a_server_without_weights_waits_for_a_learner(checkpoint, tmp_path, form
         assert sync(Learner(model), server).equal
         zero(laws.learner_equals_engine(model, server.client, P, 0.6))
         zero(laws.decode_equals_rescoring(server.client, P))
+        server.stop()
+        with pytest.raises(InputError, match="no server answers"):
+            sync(Learner(model), server)
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -186,28 +164,25 @@ def test_broadcasts_in_another_order_are_seen(engine, monkeypatch):
     assert sync(learner, engine, "distributed").equal
 
 
-def test_a_server_that_stops_and_goes_on(checkpoint, monkeypatch):
+def test_a_server_that_stops_and_goes_on(engine, monkeypatch):
     """A time-out while it is stopped; the late update finds its sender gone and is turned away; a retry succeeds."""
     monkeypatch.setattr(sync_module, "STATE_TIMEOUT", 1)
-    with engines.start(checkpoint) as server:
-        learner = Learner(engines.tiny(1))
-        sums = server.client.checksums()
-        told = sync_module.require_same
+    learner, sums, told = Learner(engines.tiny(1)), engine.client.checksums(), sync_module.require_same
 
-        def stop_then(*rest):
-            told(*rest)
-            os.killpg(server.process.pid, signal.SIGSTOP)
+    def stop_then(*rest):
+        told(*rest)
+        os.killpg(engine.process.pid, signal.SIGSTOP)
 
-        monkeypatch.setattr(sync_module, "require_same", stop_then)
+    monkeypatch.setattr(sync_module, "require_same", stop_then)
+    try:
         with pytest.raises(InputError, match="no answer within 2 s.*State: unknown, the server does not answer now"):
-            sync(learner, server, timeout=2)
-        monkeypatch.setattr(sync_module, "require_same", told)
-        os.killpg(server.process.pid, signal.SIGCONT)
-        assert server.client.checksums() == sums
-        assert sync(learner, server).equal
-        server.stop()
-        with pytest.raises(InputError, match="no server answers"):
-            sync(learner, server)
+            sync(learner, engine, timeout=2)
+    finally:
+        os.killpg(engine.process.pid, signal.SIGCONT)
+    monkeypatch.setattr(sync_module, "require_same", told)
+    assert engine.client.checksums() == sums
+    assert sync(learner, engine).equal
+    assert sync(Learner(engines.tiny()), engine).equal
 
 
 @pytest.mark.slow  # an engine for one line; test_sync.py has the same with a stand-in
@@ -222,39 +197,3 @@ def test_a_server_that_dies_half_way(checkpoint, monkeypatch):
         monkeypatch.setattr(sync_module, "require_same", kill_then)
         with pytest.raises(InputError, match="State: unknown, the server does not answer now either"):
             sync(Learner(engines.tiny(1)), server)
-
-
-def test_stock(tmp_path, capsys):
-    """Named, its gap shown, exit status 1; it takes weights, and nothing is proven."""
-    model = engines.tiny(sparse_layers=(True,) * 3)
-    model.save_pretrained(tmp_path / "model")
-    (tmp_path / "prompts").write_text("".join(f'{{"ids": {ids}}}\n' for ids in P[:3]))
-    line = f"--model {tmp_path}/model --prompts {tmp_path}/prompts --no-contrast".split()
-    with engines.start(tmp_path / "model", ["--attention-backend", "torch_native"], stock=True) as server:
-        assert main(["align", *line, "--sampler", server.url]) == 1
-        out = capsys.readouterr().out
-        assert "a STOCK server, SGLang's own model" in out and "DIFFERENT: " in out
-        for route in ROUTES:
-            report = sync(Learner(model), server, route)
-            assert not report.equal and report.probe.differing and report.verdict().startswith("NOT PROVEN")
-
-
-@pytest.mark.slow
-def test_align_starts_a_stock_server(tmp_path, capsys):
-    engines.tiny(sparse_layers=(True,) * 3).save_pretrained(tmp_path / "model")
-    (tmp_path / "prompts").write_text("".join(f'{{"ids": {ids}}}\n' for ids in P[:3]))
-    line = f"--model {tmp_path}/model --prompts {tmp_path}/prompts --no-contrast".split()
-    assert main(["align", *line, "--sampler", "sglang", "--stock"]) == 1
-    out = capsys.readouterr().out
-    assert "a STOCK server, SGLang's own model" in out
-    assert "the learner runs on its own operators: SGLang's kernels need a GPU" in out
-
-
-def test_align_starts_a_server(checkpoint, tmp_path, capsys):
-    (tmp_path / "prompts").write_text("".join(f'{{"ids": {ids}}}\n' for ids in P[:3]))
-    line = f"--model {checkpoint} --prompts {tmp_path}/prompts --no-contrast --recipe {RECIPE}".split()
-    assert main(["align", *line, "--sampler", "sglang", "--sglang-arg=--chunked-prefill-size 16"]) == 0
-    out = capsys.readouterr().out
-    assert "EQUAL: 0 of " in out and "expert_ids" in out
-    assert main(["align", *line, "--sampler", "sglang", "--sglang-arg=--kv-cache-dtype fp8_e5m2"]) == 2
-    assert "keys and values are BF16" in capsys.readouterr().err

@@ -10,20 +10,16 @@ import pytest
 from alignment_tests.plugin import engines, laws
 from alignment_tests.plugin.engines import VOCAB
 from alignment_tests.plugin.test_engine import P, zero
-from minitransformer import recipe as recipes
 from minitransformer.learner.learner import Learner
 from minitransformer.learner.losses import nll
 from minitransformer.learner.packing import Sample
-from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
-from minitransformer.models.qwen3_moe.nvfp4_layout import FORMATS
-from minitransformer.models.qwen3_moe.quantise import quantise
 from minitransformer.plugins.sglang.checksums import checksums
 from minitransformer.plugins.sglang.launch import environment
 
 pytestmark = pytest.mark.sglang
 
 
-@pytest.mark.parametrize("chunk", [16, 64])
+@pytest.mark.parametrize("chunk", [16, pytest.param(64, marks=pytest.mark.slow)])  # quick with pages of 16 below
 def test_chunked_prefill_equals_whole(engine, checkpoint, chunk):
     with engines.start(checkpoint, ["--chunked-prefill-size", str(chunk)]) as chunked:
         zero(laws.engines_agree(engine.client, chunked.client, P))
@@ -76,23 +72,6 @@ def check_against(model, server) -> None:
     zero(laws.alone_equals_batch(server.client, P[2:], 0.6, 8))
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4_per_token", pytest.param("w4a16", marks=pytest.mark.slow)])
-def test_a_recipe(checkpoint, recipe):
-    """BF16 weights, quantised when they are used."""
-    model = engines.tiny()
-    model.set_recipe(recipe)
-    override = ["--json-model-override-args", f'{{"minitransformer_recipe": "{recipe}"}}']
-    with engines.start(checkpoint, [*override, "--chunked-prefill-size", "64"]) as server:
-        check_against(model, server)
-
-
-@pytest.mark.parametrize("form", list(FORMATS))
-def test_a_packed_nvfp4_checkpoint(checkpoint, tmp_path, form):
-    quantise(checkpoint, tmp_path / "packed", recipes.get("nvfp4_per_token"), FORMATS[form])
-    with engines.start(tmp_path / "packed") as server:
-        check_against(Qwen3MoeForCausalLM.from_pretrained(tmp_path / "packed"), server)
-
-
 def updated(steps: int):
     """The tiny model after some updates of a learner."""
     model = engines.tiny()
@@ -102,32 +81,20 @@ def updated(steps: int):
     return model
 
 
-def test_weight_updates_from_disk(checkpoint, tmp_path):
+def test_weight_updates_from_disk(engine, checkpoint, tmp_path):
     """Before, after, and back: the engine is the learner's model each time; the same weights again change nothing."""
     before, after = engines.tiny(), updated(2)
     after.save_pretrained(tmp_path / "after")
-    with engines.start(checkpoint) as server:
-        check_against(before, server)
-        first = laws.run(server.client, P)
-        laws.update_from_disk(server.client, checkpoint)
-        zero(laws.same(first, laws.run(server.client, P)))
-        laws.update_from_disk(server.client, tmp_path / "after")
-        check_against(after, server)
-        assert laws.same(first, laws.run(server.client, P)).differing, "the update changed no output"
-        laws.update_from_disk(server.client, checkpoint)
-        check_against(before, server)
-        zero(laws.same(first, laws.run(server.client, P)))
-
-
-def test_stock_sglang_differs_and_is_named(tmp_path):
-    """The laws see what SGLang's own model does. All layers sparse: its class knows no others."""
-    model = engines.tiny(sparse_layers=(True,) * 3)
-    model.save_pretrained(tmp_path / "sparse")
-    with engines.start(tmp_path / "sparse", ["--attention-backend", "torch_native"], stock=True) as server:
-        assert server.client.identity() is None
-        assert laws.decode_equals_rescoring(server.client, P).differing
-        found = laws.learner_equals_engine(model, server.client, P)
-        assert found.differing and found.largest < 1, f"another model, or none: {found}"
+    check_against(before, engine)
+    first = laws.run(engine.client, P)
+    laws.update_from_disk(engine.client, checkpoint)
+    zero(laws.same(first, laws.run(engine.client, P)))
+    laws.update_from_disk(engine.client, tmp_path / "after")
+    check_against(after, engine)
+    assert laws.same(first, laws.run(engine.client, P)).differing, "the update changed no output"
+    laws.update_from_disk(engine.client, checkpoint)
+    check_against(before, engine)
+    zero(laws.same(first, laws.run(engine.client, P)))
 
 
 def test_the_offline_engine(engine, checkpoint):
