@@ -44,14 +44,16 @@ def _grouped() -> Iterator[tuple]:
 
 
 def _attention() -> Iterator[tuple]:
+    """At heads of 128 every schedule, at others those that are chosen."""
     ints = ("fp32", "fp32", "i32!", "i32!", "i32!")
+    dkv, dq = zip(*map(attention.choose, (64, 512)), strict=True)
     for group, head, width in ((8, 128, 128), (3, 64, 64), (2, 48, 64)):
-        for s in attention.DKV_CANDIDATES:
+        for s in attention.DKV_CANDIDATES if head == 128 else sorted(set(dkv)):
             desc = _desc(s.walk, 1, width)
             types = (desc, desc, *("*bf16",) * 4, "*fp32", "*i32", "*bf16", "*bf16", *ints)
             constants = (group, head, width, s.own, s.walk)
             yield f"attention dKV {head} {s}", attention.dkv_kernel, types, constants, s.warps, s.stages
-        for s in attention.DQ_CANDIDATES:
+        for s in attention.DQ_CANDIDATES if head == 128 else sorted(set(dq)):
             desc = _desc(s.walk, 1, width)
             types = (desc, desc, *("*bf16",) * 4, "*fp32", "*i32", "*bf16", *ints)
             constants = (group, head, width, s.own, s.walk)

@@ -181,8 +181,12 @@ def test_attention_by_clusters_compiles_to_the_arithmetic_of_the_spec(longest, g
     assert text.index("ACQBULK") < re.search(r"\bLDG", text).start(), "it reads before the kernel in front has ended"
 
 
+# One case a kernel, its first.
+ELSEWHERE = list({case.kernel: case for case in reversed(row_cases())}.values())
+
+
 @pytest.mark.parametrize("capability", [80, 100])
-@pytest.mark.parametrize("case", row_cases()[::4], ids=lambda case: case.name.replace(" ", "-"))
+@pytest.mark.parametrize("case", ELSEWHERE, ids=lambda case: case.name.replace(" ", "-"))
 def test_row_operator_compiles_elsewhere(case: Case, capability: int):
     """Compiled for sm_80 and sm_100a, never run there: a break is seen, bits are not claimed."""
     if case.kernel is mxfp8.quantize_kernel and capability < 89:
