@@ -4,7 +4,6 @@
     python -m alignment_tests.goldens.gradients --print  prints the hashes of this machine's kernels as JSON
 """
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from alignment_tests import inputs
-from alignment_tests.goldens.row_ops import digest
+from alignment_tests.goldens import main
 from minitransformer.batch import Batch
 from minitransformer.ops import attention, dispatch, grouped_linear, linear
 
@@ -51,13 +50,5 @@ CASES: dict[str, Callable[[str], list[Tensor]]] = {
 }
 
 
-def hashes(device: str = "cpu") -> dict[str, str]:
-    return {name: digest([x.cpu() for x in case(device)]) for name, case in CASES.items()}
-
-
 if __name__ == "__main__":
-    text = json.dumps(hashes("cuda" if "--cuda" in sys.argv else "cpu"), indent=2) + "\n"
-    if "--print" in sys.argv:
-        print(text)
-    else:
-        FILE.write_text(text)
+    main(CASES, FILE, "cuda" if "--cuda" in sys.argv else "cpu")

@@ -6,8 +6,6 @@
 An H200 gave every one of them too (alignment_tests/gpu/test_quantised_agrees.py).
 """
 
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import torch
 from torch import Tensor
 
 from alignment_tests import inputs
-from alignment_tests.goldens.row_ops import digest
+from alignment_tests.goldens import main
 from minitransformer.ops import dispatch, gpu, mxfp8, nvfp4, quantised_linear
 
 FILE = Path(__file__).with_name("quantised.json")
@@ -65,13 +63,5 @@ CASES: dict[str, Callable[[str], list[Tensor]]] = {
 }
 
 
-def hashes(device: str = "cpu") -> dict[str, str]:
-    return {name: digest(case(device)) for name, case in CASES.items()}
-
-
 if __name__ == "__main__":
-    text = json.dumps(hashes(), indent=2) + "\n"
-    if "--print" in sys.argv:
-        print(text)
-    else:
-        FILE.write_text(text)
+    main(CASES, FILE)

@@ -6,9 +6,6 @@
 Inputs are made by integers (inputs.py), so the hashes hold for every machine and, by `device`, for every kernel.
 """
 
-import hashlib
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +14,7 @@ import torch
 from torch import Tensor
 
 from alignment_tests import inputs
+from alignment_tests.goldens import main
 from minitransformer.ops import dispatch, embedding, logprob, rms_norm, rope, rounding, router, sample, swiglu
 
 FILE = Path(__file__).with_name("row_ops.json")
@@ -83,22 +81,5 @@ CASES: dict[str, Callable[[str], list[Tensor]]] = {
 }
 
 
-def digest(tensors: list[Tensor]) -> str:
-    """sha256 over dtypes, shapes and little-endian bits."""
-    sha = hashlib.sha256()
-    for x in tensors:
-        sha.update(f"{x.dtype} {tuple(x.shape)} ".encode())
-        sha.update(x.contiguous().view(torch.uint8).numpy().tobytes())
-    return sha.hexdigest()
-
-
-def hashes(device: str = "cpu") -> dict[str, str]:
-    return {name: digest(case(device)) for name, case in CASES.items()}
-
-
 if __name__ == "__main__":
-    text = json.dumps(hashes(), indent=2) + "\n"
-    if "--print" in sys.argv:
-        print(text)
-    else:
-        FILE.write_text(text)
+    main(CASES, FILE)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from alignment_tests import inputs
-from alignment_tests.goldens import quantised
+from alignment_tests.goldens import digest, quantised
 from alignment_tests.gpu.test_agrees import plan_of
 from alignment_tests.gpu.values import VALUES, agree, exponents
 from minitransformer.errors import InputError
@@ -60,7 +60,7 @@ def parts(q) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", quantised.CASES)
 def test_known_answer(name):
-    assert quantised.digest(quantised.CASES[name]("cuda")) == json.loads(quantised.FILE.read_text())[name]
+    assert digest(quantised.CASES[name]("cuda")) == json.loads(quantised.FILE.read_text())[name]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,7 +8,7 @@ import torch
 
 from alignment_tests import inputs
 from alignment_tests.bits import assert_bits_equal
-from alignment_tests.goldens import row_ops
+from alignment_tests.goldens import digest, row_ops
 from alignment_tests.gpu.values import BF16, VALUES, agree
 from minitransformer.errors import InputError
 from minitransformer.ops import (
@@ -39,7 +39,7 @@ NUMBERS = [kind for kind in VALUES if kind not in ("special", "finite")]
 @pytest.mark.parametrize("name", [name for name in row_ops.CASES if name != "exp2_table"])
 def test_known_answer(name):
     want = json.loads(row_ops.FILE.read_text())[name]
-    assert row_ops.digest(row_ops.CASES[name]("cuda")) == want
+    assert digest(row_ops.CASES[name]("cuda")) == want
 
 
 @jit

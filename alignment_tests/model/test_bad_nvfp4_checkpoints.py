@@ -1,5 +1,7 @@
 """Bad NVFP4 checkpoints: one line that names the tensor or the key and says what to do, nothing loaded or written."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -36,11 +38,12 @@ def check_wrong_kind(directory, form):
         refuse(directory, form, invert, outer, f"looks like {kind}", "write its inverse")
 
 
-@both
-@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf"), 1e-45])
+# A decode scale may be subnormal; as an encode scale it has no finite inverse.
+@pytest.mark.parametrize(
+    ("form", "bad"),
+    [*itertools.product(FORMS, (0.0, -1.0, float("nan"), float("inf"))), ("compressed-tensors", 1e-45)],
+)
 def test_outer_scales_that_are_none(tmp_path, form, bad):
-    if form == "modelopt" and bad == 1e-45:
-        return  # a decode scale may be subnormal; as an encode scale it has no finite inverse
     outer = names(form)[2]
     refuse(tmp_path, form, lambda t: t.update({outer: torch.full_like(t[outer], bad)}), outer, "no scale")
 

@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from alignment_tests.goldens import quantised
+from alignment_tests.goldens import digest, quantised
 
 WANT = json.loads(quantised.FILE.read_text())
 
 
 @pytest.mark.parametrize("name", quantised.CASES)
 def test_known_answer(name):
-    assert quantised.digest(quantised.CASES[name]("cpu")) == WANT[name]
+    assert digest(quantised.CASES[name]("cpu")) == WANT[name]
 
 
 def test_every_answer_has_a_case():

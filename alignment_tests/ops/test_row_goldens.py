@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from alignment_tests.goldens import row_ops
+from alignment_tests.goldens import digest, row_ops
 
 WANT = json.loads(row_ops.FILE.read_text())
 
 
 @pytest.mark.parametrize("name", row_ops.CASES)
 def test_known_answer(name):
-    assert row_ops.digest(row_ops.CASES[name]("cpu")) == WANT[name]
+    assert digest(row_ops.CASES[name]("cpu")) == WANT[name]
 
 
 def test_every_answer_has_a_case():

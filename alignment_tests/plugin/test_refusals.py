@@ -113,6 +113,7 @@ def test_the_tested_version_is_taken(monkeypatch):
 def test_nothing_happens_without_the_variable(monkeypatch):
     monkeypatch.delenv(MODEL_PACKAGE_VARIABLE, raising=False)
     versions(monkeypatch, None)
+    monkeypatch.setattr(plugin, "activate", lambda: pytest.fail("our model was put into SGLang"))
     plugin.plugin()
 
 
