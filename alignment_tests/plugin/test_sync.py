@@ -217,19 +217,20 @@ STATES = {
 @pytest.mark.parametrize("route", ["tensor", "disk"])
 @pytest.mark.parametrize("fault", STATES)
 def test_the_state_after_a_failure_is_named_and_a_retry_is_safe(fault, route, tmp_path, monkeypatch):
-    learner, shared = trained(), set(Path(send.SHARED_MEMORY).iterdir())
+    learner, memory, disk = trained(), tmp_path / "memory", tmp_path / "disk"
+    memory.mkdir(), disk.mkdir()
+    monkeypatch.setattr(send, "SHARED_MEMORY", str(memory))
     with Fake(tiny_model(0)) as server:
         Client(server.url).identity()
         sync(learner, server)  # warm: the time-out below is of the update alone
         learner.update([Sample(list(range(20)), 3)], nll)
         server.fault = fault
         with pytest.raises(InputError, match=STATES[fault]):
-            sync(learner, server, route, tmp_path, timeout=2 if fault == "hang" else 60)
-        assert not list(tmp_path.iterdir())
-        assert not [file for file in Path(send.SHARED_MEMORY).glob("tmp*") if file not in shared]
+            sync(learner, server, route, disk, timeout=2 if fault == "hang" else 60)
+        assert not list(memory.iterdir()) and not list(disk.iterdir())
         if fault != "die":
             server.fault = ""
-            assert sync(learner, server, route, tmp_path).equal
+            assert sync(learner, server, route, disk).equal
 
 
 def test_the_command(tmp_path, capsys):

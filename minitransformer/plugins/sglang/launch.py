@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import random
 import re
 import signal
 import socket
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from minitransformer.errors import InputError
@@ -54,9 +56,12 @@ def _end_with_parent() -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Not one that the system gives out: when a server binds it, seconds later, a connection may have it."""
+    for port in random.SystemRandom().sample(range(20000, 32000), 100):
+        with socket.socket() as s, suppress(OSError):
+            s.bind(("", port))
+            return port
+    raise InputError("no free port was found between 20000 and 32000")
 
 
 class Server:
@@ -87,7 +92,7 @@ class Server:
         handle, name = tempfile.mkstemp(prefix="sglang-", suffix=".log")
         self.log = Path(name)
         command = [python, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port)]
-        command += [*ARGUMENTS, *(CPU_ARGUMENTS if cpu else ()), *arguments]
+        command += ["--nccl-port", str(free_port()), *ARGUMENTS, *(CPU_ARGUMENTS if cpu else ()), *arguments]
         env = environment(cpu, stock, extra_environment)
         with os.fdopen(handle, "wb") as log:
             self.process = subprocess.Popen(
