@@ -220,6 +220,17 @@ def test_sample(V):
                 assert sample.sample(x.cuda(), seed, position, *option) == want, (row, option, position)
 
 
+@pytest.mark.parametrize("scale", [0.01, 4.0, 100.0])
+def test_sample_of_many_rows(scale):
+    options = [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 0, 1.0), (1.3, 0, 0.9), (0.8, 200, 0.95)]
+    x = inputs.normal(33, 60, 20011, scale=scale)
+    x[30:40, :10000] = -torch.inf
+    for kinds in (options, options[:3]):
+        draws = [gpu.sample.Draw(7919 * i, 3 * i, *kinds[i % len(kinds)], 1.0) for i in range(60)]
+        got = [token for token, _ in gpu.sample.draw(x.cuda(), draws)]
+        assert got == [sample.sample(row, *d[:5]) for row, d in zip(x, draws, strict=True)]
+
+
 def test_a_value_that_the_spec_refuses_is_named_at_the_next_check():
     home, table = torch.device("cuda", 0), rope.rope_table(64, 1e6, 16)
     x = inputs.bf16(40, 5, 2, 64).cuda()

@@ -3,6 +3,7 @@
 Order and mass are integers, so the library's sort and sum serve. Nothing waits for the GPU but the last two copies.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,9 +17,10 @@ from minitransformer.ops import rounding
 from minitransformer.ops import sample as spec
 from minitransformer.ops.gpu import device, logprob
 from minitransformer.ops.gpu.launch import cdiv, next_power_of_2, on, quick
-from minitransformer.ops.gpu.scalar import LOG2E, div, exp2_32, log_32
+from minitransformer.ops.gpu.scalar import LOG2E, div, exp2_32
 
 _C0, _C1, _C2, _M1, _M2 = (tl.constexpr(int(c)) for c in (spec._C0, spec._C1, spec._C2, spec._M1, spec._M2))
+_LN2 = tl.constexpr(math.log(2))
 _HI, _LO = tl.constexpr(rounding._LN2_HI64), tl.constexpr(rounding._LN2_LO64)
 
 
@@ -71,18 +73,17 @@ def _gumbel(h):
 
 
 @triton.jit
-def _bounds(y, h):
-    """FP32 (below, above) with below <= y + gumbel <= above.
+def _guess(y, h):
+    """FP32 g, about y + gumbel where u > 1/4, and never less than it by more than 0.001 + 2^-20 |g|.
 
-    Of u only the 32 high bits are read: w = 1 - u lies in [k, k + 1] / 2^32. As w <= -log u, and up to 1/2 -log u <=
-    w e^w, -log w - w <= gumbel <= -log w; above 1/2 no gumbel is below -3.61. FP32's rounding, and 1 / k for k of 2^17
-    and more, are within the margin.
+    By the 32 high bits of h: w <= 1 - u, e = w + w^2 / 2 + w^3 / 3 + w^4 / 4 <= -log u, log2 e within 0.0009.
     """
     w = ((h >> 32) ^ 0xFFFFFFFF).to(tl.uint32).to(tl.float32) * 2.0**-32
-    most = -log_32(w)
-    least = tl.where(w < 2.0**-15, 10.3, tl.where(w < 0.5, most - w, -3.7))
-    margin = tl.abs(y) * 2.0**-20 + 1e-4
-    return (y + least) - margin, (y + most) + margin
+    e = w * tl.fma(w, tl.fma(w, tl.fma(w, 1 / 4, 1 / 3), 1 / 2), 1.0)
+    bits = e.to(tl.int32, bitcast=True)
+    f = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
+    log2_e = tl.fma(f - f * f, tl.fma(f, -0.15922, 0.422865), tl.fma(bits.to(tl.float32), 2.0**-23, -127.0))
+    return tl.fma(log2_e, -_LN2, y)
 
 
 @triton.jit
@@ -99,43 +100,75 @@ def _key(x, v):
     return ((-1 - _order(x).to(tl.int64)) << 32) | v.to(tl.int64)
 
 
+@triton.jit
+def _over(x, t):
+    return x if t == 0.0 or t == 1.0 else div(x, t)
+
+
+@triton.jit
+def _kept(x, v, V, last, CUT: tl.constexpr):
+    inside = (v < V) & (x == x)
+    if CUT:
+        inside = inside & (_key(x, v) <= last)
+    return inside
+
+
+@triton.jit
+def _exact(logits_ptr, t, key, key2, last, begin, end, V, CUT: tl.constexpr, WIDE: tl.constexpr):
+    """The largest score FP64 of ids from begin to end, and its lowest id."""
+    best, best_id = tl.full((WIDE,), float("-inf"), tl.float64), tl.full((WIDE,), 0x7FFFFFFF, tl.int32)
+    for v0 in range(begin, end, WIDE):
+        v = v0 + tl.arange(0, WIDE)
+        x = tl.load(logits_ptr + v, mask=v < V, other=float("-inf"))
+        score = _over(x, t).to(tl.float64)
+        if t != 0.0:
+            score += _gumbel(_hash(key, key2, v))
+        better = _kept(x, v, V, last, CUT) & (score > best)
+        best, best_id = tl.where(better, score, best), tl.where(better, v, best_id)
+    most = tl.max(best, 0)
+    return most, tl.min(tl.where(best == most, best_id, 0x7FFFFFFF), 0)
+
+
 @quick
 @triton.jit(do_not_specialize=["V"])
 def best_kernel(
     logits_ptr, seeds_ptr, positions_ptr, temperatures_ptr, last_ptr, score_ptr, id_ptr, top_ptr, V,
-    BLOCK: tl.constexpr, CUT: tl.constexpr,
+    BLOCK: tl.constexpr, CUT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Program (block, row): its largest score FP64 and logit FP32, and the lowest id of that score, each [L, blocks].
 
-    seeds int64 bits, positions, temperatures (0: greedy) and last, the largest key kept: all [L].
+    seeds int64 bits, positions, temperatures (0: greedy) and last, the largest key kept: all [L]. FP64 is computed of
+    the best guess, and of all if another's is as near as guesses may be off.
     """
-    block, row = tl.program_id(0), tl.program_id(1)
-    v = block * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits_ptr + row.to(tl.int64) * V + v, mask=v < V, other=float("-inf"))
-    t = tl.load(temperatures_ptr + row)
+    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    logits_ptr += row * V
+    t, last = tl.load(temperatures_ptr + row), tl.load(last_ptr + row)
     seed = tl.load(seeds_ptr + row).to(tl.uint64, bitcast=True)
     key = _mix(_mix(seed + _C0) + tl.load(positions_ptr + row).to(tl.uint64) * _C1)
     key2 = _mix(key + _C2)
-    inside = v < V
-    if CUT:
-        inside = inside & (_key(x, v) <= tl.load(last_ptr + row))
-    y, h = div(x, tl.where(t == 0.0, 1.0, t)), _hash(key, key2, v)
-    below, above = _bounds(y, h)
-    may_win = inside & (above >= tl.max(tl.where(inside, below, float("-inf")), 0))
-    if (t != 0.0) & (tl.sum(may_win.to(tl.int32), 0) == 1):
-        # FP64 for one element of the block: almost always.
-        best_id = tl.sum(tl.where(may_win, v, 0), 0)
-        best = tl.sum(tl.where(may_win, y, 0.0), 0).to(tl.float64) + _gumbel(_hash(key, key2, best_id))
-    else:
-        score = tl.where(t == 0.0, x.to(tl.float64), y.to(tl.float64) + _gumbel(h))
-        score = tl.where(inside & (x == x), score, float("-inf"))
-        best = tl.max(score, 0)
-        best_id = tl.min(tl.where(inside & (score == best), v, 0x7FFFFFFF), 0)
+    begin = block * BLOCK
+    end = tl.minimum(begin + BLOCK, V)
+    # Of each lane: the largest logit, the two best guesses, and the first one's id.
+    top = tl.full((WIDE,), float("-inf"), tl.float32)
+    first, second, id_ = top, top, tl.full((WIDE,), 0, tl.int32)
+    for v0 in range(begin, end, WIDE):
+        v = v0 + tl.arange(0, WIDE)
+        x = tl.load(logits_ptr + v, mask=v < V, other=float("-inf"))
+        top = tl.maximum(top, tl.where(x == x, x, float("inf")))  # +infinity stands for a NaN too: both are refused
+        guess = tl.where(_kept(x, v, V, last, CUT), _guess(_over(x, t), _hash(key, key2, v)), float("-inf"))
+        second = tl.maximum(second, tl.minimum(first, guess))
+        id_ = tl.where(guess > first, v, id_)
+        first = tl.maximum(first, guess)
+    best_id = tl.min(tl.where(first == tl.max(first, 0), id_, V - 1), 0)
+    best = _over(tl.load(logits_ptr + best_id), t).to(tl.float64) + _gumbel(_hash(key, key2, best_id))
+    least = best.to(tl.float32)
+    least -= tl.abs(least) * 2.0**-18 + 2e-3  # whose guess is less can't win; nearly always that is all others
+    if t == 0.0 or tl.sum((first >= least).to(tl.int32) + (second >= least).to(tl.int32), 0) != 1:
+        best, best_id = _exact(logits_ptr, t, key, key2, last, begin, end, V, CUT, WIDE)
     at = row * tl.num_programs(0) + block
     tl.store(score_ptr + at, best)
     tl.store(id_ptr + at, best_id)
-    # +infinity stands for a NaN too: both are refused.
-    tl.store(top_ptr + at, tl.max(tl.where(x == x, x, float("inf")), 0))
+    tl.store(top_ptr + at, tl.max(top, 0))
 
 
 @quick
@@ -188,7 +221,8 @@ class Draw(NamedTuple):
     log_prob_temperature: float
 
 
-BLOCK = 1024
+BLOCK, WIDE = 1024, 512
+FEW, MANY = 2048, 8192  # ids a program, of few rows and of many
 CUT_ROWS = 32  # rows that are sorted at a time: seven int64 [rows, V] are alive then
 _ALL = 2**63 - 1
 
@@ -239,7 +273,8 @@ def choose(
     cut: the rows of which top_k or top_p leave out ids. where: as SLOT.
     """
     (L, V), home = logits_LV.shape, logits_LV.device
-    blocks = cdiv(V, BLOCK)
+    block = FEW if L < 16 else MANY
+    blocks = cdiv(V, block)
     kinds = torch.float64, torch.int32, torch.float32
     score, id_, top = (torch.empty(L, blocks, dtype=kind, device=home) for kind in kinds)
     out, last, t = torch.empty(L, dtype=torch.int64, device=home), rows.seeds, rows.temperatures
@@ -251,7 +286,7 @@ def choose(
             some = _on(logits_LV, numbers, torch.int64)
             last[some] = _last_kept(logits_LV[some], t[some], draws)
         best_kernel[(blocks, L)](
-            logits_LV, rows.seeds, rows.positions, t, last, score, id_, top, V, BLOCK, bool(cut), **device.ROWS
+            logits_LV, rows.seeds, rows.positions, t, last, score, id_, top, V, block, bool(cut), WIDE, **device.ROWS
         )
         pick_kernel[(L,)](
             score, id_, top, t, out, device.faults(home), blocks, next_power_of_2(blocks), where, **device.ROWS
