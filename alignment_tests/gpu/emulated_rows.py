@@ -41,11 +41,12 @@ MUTATIONS = {
                                   "m = div(tl.max(tl.where(i == 0, tops, float('-inf')), 0), temperature)", "logprob"),
     "temperature forgotten": ("logprob", "x = div(x, temperature)\n    return", "x = x * 1.0\n    return", "logprob"),
     "noise keyed by the row": ("sample", "tl.load(positions_ptr + row)", "row", "draw"),
-    "the higher of two equal scores": ("sample", "tl.min(tl.where(inside & (score == best), v, 0x7FFFFFFF), 0)",
-                                       "tl.max(tl.where(inside & (score == best), v, 0), 0)", "draw"),
-    "the first of two that may win": ("sample", "tl.int32), 0) != 1", "tl.int32), 0) > 2", "draw"),
+    "the higher of two equal scores": ("sample", "tl.min(tl.where(best == most, best_id, 0x7FFFFFFF), 0)",
+                                       "tl.max(tl.where(best == most, best_id, 0), 0)", "draw"),
     "a guess of another element's noise": ("sample", "-_LN2, y)", "-_LN2, y - 0.01)", "guess"),
-    "the best guess wins": ("sample", "inside & (guess >= least)", "inside & (v == best_id)", "draw"),
+    "the best guess wins": ("sample", ".to(tl.int32), 0) != 1", ".to(tl.int32), 0) < 0", "draw"),
+    "a lane's second guess is not looked at": ("sample", "tl.maximum(second, tl.minimum(first, guess))", "second",
+                                               "draw"),
     "the log-prob at the draw's temperature": ("sample", "rows.log_prob_temperatures, tops)[0]",
                                                "rows.temperatures, tops)[0]", "draw"),
     "one token more than top_k": ("sample", "min(d.top_k or V, V)", "min((d.top_k or V) + 1, V)", "draw"),
@@ -151,6 +152,11 @@ def _draw() -> Iterator[tuple[str, int]]:
         want = zip(*kernels.draw(x[whole], [draws[i] for i in whole]), strict=True)
         got = kernels.draw_rows(x[whole], rows)
         yield f"draw rows {V} {scale:g}", int([tuple(g.tolist()) for g in got] != list(want))
+    two = torch.full((120, 600), -torch.inf)  # that may win, of one lane
+    two[:, [5, 517]] = inputs.normal(21, len(two), 2)
+    draws = [kernels.Draw(i, i, 1.0, 0, 1.0, 1.0) for i in range(len(two))]
+    want = [sample.sample(row, d.seed, d.position) for row, d in zip(two, draws, strict=True)]
+    yield "draw of two", sum(token != w for (token, _), w in zip(kernels.draw(two, draws), want, strict=True))
 
 
 @triton.jit

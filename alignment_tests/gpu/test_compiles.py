@@ -53,7 +53,7 @@ ROWS = {
     "logprob": EXP | {"cvt.rn.f32"},
     "backward": {"div.rn.f32", "cvt.f64.f32", "add.rn.f64", "mul.rn.f64", "fma.rn.f64"},
     "sample": EXP | {f"{op}.rn.f64" for op in ("add", "sub", "mul", "fma", "div", "cvt")}
-    | {"cvt.f64.f32", "cvt.rn.f32", "cvt.rn.f32.f64", "cvt.rzi.s64.f32", "max.f64"},
+    | {"cvt.f64.f32", "cvt.rn.f32", "cvt.rn.f32.f64", "cvt.rzi.s64.f32", "max.f64", "min.f32"},
 }  # fmt: skip
 
 
