@@ -73,12 +73,13 @@ docs-check: $(VENV)/.installed
 
 # One a core, four at the most: each may have to compile the CPU kernels for itself the first time.
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
+PYTEST = -m pytest -n $(WORKERS) --maxschedchunk 20
 # pytest comes last: its summary is the last line.
 test: lint docs-check
-	@printf '%s\n' '-- pytest'; $(PY) -m pytest -n $(WORKERS) -m "not slow and not gpu"
+	@printf '%s\n' '-- pytest'; $(PY) $(PYTEST) -m "not slow and not gpu"
 
 test-all: lint docs-check $(VENV)/.smollm2
-	@printf '%s\n' '-- pytest'; $(PY) -m pytest -n $(WORKERS) -m "not gpu"
+	@printf '%s\n' '-- pytest'; $(PY) $(PYTEST) -m "not gpu"
 
 # Each worker has its own CUDA context; most of the time goes into compiling kernels and into the CPU reference.
 GPU_WORKERS ?= 12

@@ -5,8 +5,8 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from minitransformer.ops.gpu import cuda
 
 HERE = Path(__file__).parent
+OPTIONS = "-std=c++20 -O2 -ffp-contract=off -shared -fPIC -pthread -w".split()
 # The start of an instruction's text -> the call that stands for it. Copies are done where they begin.
 CALLS = {
     "fma.rn.sat.f32": "r = saturated_fma(y, 0.5f, c);",
@@ -40,38 +41,53 @@ def faulty(text: str, before: str, after: str) -> str:
     return text.replace(before, after)
 
 
-def _host_text(text: str, name: str, more: str) -> str:
-    """The file without PTX (an instruction without a call here is an error), and run_<name> that launches a kernel."""
+def translated(
+    text: str, calls: Mapping[str, str], entry: str, nothing: tuple[str, ...] = (), header: str = '"warp.h"'
+) -> str:
+    """The kernel's file for g++. An instruction becomes the call whose start it has, or nothing; or is an error."""
     def call(match: re.Match) -> str:
-        return next(call for start, call in CALLS.items() if match.group(1).startswith(start))
+        start = match.group(1)
+        known = [call for name, call in calls.items() if start.startswith(name)]
+        if not known and start and not start.startswith(nothing):
+            raise ValueError(f"no call stands for {start!r}")
+        return known[0] if known else ";"
 
+    text = re.sub(r'asm(?: volatile)?\(\s*"([^"]*)".*?\);', call, text, flags=re.S)
+    text = re.sub(r"extern __shared__ __align__\(\d+\) char (\w+)\[\];", r"char *\1 = block_memory;", text)
+    text = re.sub(r"\(u32\)__cvta_generic_to_shared\((\w+)\)", r"(u32)((const char *)\1 - block_memory)", text)
+    return f"#include {header}\n{text}{entry}"
+
+
+@cache
+def compiled(text: str, defines: tuple[tuple[str, int], ...], *more: str) -> ctypes.CDLL:
+    """translated's text as a library, once a process; its folder goes at once. more: options."""
+    folder = Path(tempfile.mkdtemp(prefix="cuda_host"))
+    (folder / "kernel.cpp").write_text(text)
+    options = [*OPTIONS, *more, f"-I{HERE}", *(f"-D{key}={value}" for key, value in defines)]
+    try:
+        subprocess.run(["g++", *options, "-o", folder / "kernel.so", folder / "kernel.cpp"], check=True)
+        return ctypes.CDLL(str(folder / "kernel.so"))
+    finally:
+        shutil.rmtree(folder)
+
+
+def library(text: str, name: str, defines: tuple[tuple[str, int], ...], more: str = "") -> ctypes.CDLL:
+    """With run_<name>, which launches the kernel of this name. more: C++ that follows the file's text."""
     parameters = re.search(rf'extern "C" __global__ void __launch_bounds__\(\w+\) {name}\(\s*([^)]*)\)', text).group(1)
     names = ", ".join(re.findall(r"(\w+)\s*(?:,|$)", parameters))
     entry = f'extern "C" void run_{name}(int blocks, int threads, {parameters}) {{\n'
     entry += f"    launch(blocks, threads, 16, [=] {{ {name}({names}); }});\n}}\n"
-    text = re.sub(r'asm(?: volatile)?\(\s*"([^"]*)".*?\);', call, text, flags=re.S)
-    text = text.replace("(u32)__cvta_generic_to_shared(p)", "0")
-    return '#include "warp.h"\n#include "arithmetic.h"\n' + text + entry + more
+    text = translated(text, CALLS, entry + more, header='"warp.h"\n#include "arithmetic.h"')
+    return compiled(text, defines, "-march=native")  # so that a fused multiplication is an instruction, not a call
 
 
-@lru_cache
-def library(text: str, name: str, defines: tuple[tuple[str, int], ...], more: str = "") -> ctypes.CDLL:
-    """Compiled in a folder that goes with the process. more: C++ that follows the file's text."""
-    folder = Path(tempfile.mkdtemp(prefix="cuda_host"))
-    (folder / "kernel.cpp").write_text(_host_text(text, name, more))
-    options = ["-std=c++20", "-O2", "-ffp-contract=off", "-march=native", "-shared", "-fPIC", "-pthread", "-w"]
-    options += [f"-I{HERE}", *(f"-D{key}={value}" for key, value in defines)]
-    command = [shutil.which("g++"), *options, "-o", folder / "kernel.so", folder / "kernel.cpp"]
-    subprocess.run(command, check=True)
-    loaded = ctypes.CDLL(str(folder / "kernel.so"))
-    shutil.rmtree(folder)
-    return loaded
+def pointer(x: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if x is None else x.data_ptr())
 
 
 def launch(function: Callable, blocks: int, threads: int, arguments) -> None:
     """As cuda.launch, on CPU tensors."""
-    function(blocks, threads, *(a if isinstance(a, int) else ctypes.c_void_p(None if a is None else a.data_ptr())
-                                for a in arguments))  # fmt: skip
+    function(blocks, threads, *(a if isinstance(a, int) else pointer(a) for a in arguments))
 
 
 def install() -> None:

@@ -7,7 +7,7 @@ once more. A piece is there when its copy returns.
 import torch
 from torch import Tensor
 
-from alignment_tests.gpu import emulated_product
+from alignment_tests.gpu import cuda_host
 from minitransformer.ops.gpu import cuda, few_experts
 
 # Of nvfp4.cuh and nvfp4_encode.cuh.
@@ -34,7 +34,7 @@ CALLS = ARITHMETIC | {
     "ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];": "v = load_cells(at);",
     "ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4 + 16];": "w = load_cells(at + 8);",
 }
-NOTHING = ("mbarrier.", "cp.async", "wgmma.", "fence.", "griddepcontrol", "{.reg", "ex2", "ld.", "bar.", "")
+NOTHING = ("mbarrier.", "cp.async", "wgmma.", "fence.", "griddepcontrol", "{.reg", "ex2", "ld.", "bar.")
 MORE = """
 #include "arithmetic.h"
 #include <map>
@@ -79,12 +79,8 @@ extern "C" void run(int blocks, int threads, int shared, const u16 *x, const i64
 
 
 def host_text(text: str) -> str:
-    calls = CALLS | dict.fromkeys(NOTHING, ";")
     text = text.replace("pack(float low, float high)", "pack(float even, float odd)")  # one call for one instruction
-    text = text.replace("extern __shared__ __align__(128) char memory[];", "char *memory = block_memory;")
-    text = text.replace("(u32)__cvta_generic_to_shared(p)", "(u32)((const char *)p - block_memory)")
-    text = emulated_product.host_text(text, calls, ENTRY)
-    return text.replace('#include "warp.h"', '#include "warp.h"' + MORE, 1)
+    return cuda_host.translated(text, CALLS, ENTRY, NOTHING, '"warp.h"' + MORE)
 
 
 def place(T: int, slots: int, F: int) -> tuple[Tensor, Tensor]:
@@ -92,13 +88,12 @@ def place(T: int, slots: int, F: int) -> tuple[Tensor, Tensor]:
     return torch.full((2, T * slots, F), -1, dtype=torch.int16), torch.zeros(1, dtype=torch.int64)
 
 
-def forward(folder, x: Tensor, plan, weights_TK: Tensor, gate_up, down, blocks: int, at, text=None, **changes: int):
+def forward(x: Tensor, plan, weights_TK: Tensor, gate_up, down, blocks: int, at, text=None, **changes: int):
     """As gpu.few_experts.forward by `blocks` blocks, on CPU tensors -> (out, faults). at: place's; changes: defines."""
     (T, D), slots, F = x.shape, plan.rows_TK.shape[1], gate_up[1].shape[1] // 2
     sizes = dict(few_experts.defines(T, slots, D, F, blocks)) | changes
-    run = emulated_product.library(str(folder), host_text(text or cuda.source_of(few_experts.SOURCE)),
-                                   tuple(sizes.items())).run  # fmt: skip
+    run = cuda_host.compiled(host_text(text or cuda.source_of(few_experts.SOURCE)), tuple(sizes.items())).run
     out, faults = torch.full_like(x, torch.nan), torch.full((2,), 2**31 - 1, dtype=torch.int32)
     tensors = (x, plan.order_R, plan.rows_TK, plan.bounds_E1, weights_TK, *gate_up, *down, at[0], out, at[1], faults)
-    run(blocks, 32 * sizes["WARPS"], sizes["SHARED"], *map(emulated_product._at, tensors), plan.num_experts)
+    run(blocks, 32 * sizes["WARPS"], sizes["SHARED"], *map(cuda_host.pointer, tensors), plan.num_experts)
     return out, faults

@@ -5,7 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from alignment_tests.gpu import emulated_experts, emulated_prefill, emulated_product
+from alignment_tests.gpu import cuda_host, emulated_experts, emulated_prefill
 from minitransformer.ops.gpu import cuda, many_rows
 from minitransformer.ops.gpu.pack import UNIT_WORDS
 
@@ -25,11 +25,8 @@ extern "C" void run(int blocks, int shared, const TensorMap *x, const TensorMap 
 
 
 def host_text(text: str) -> str:
-    calls = CALLS | dict.fromkeys((*emulated_prefill.NOTHING, ""), ";")
     text = text.replace("pack(float low, float high)", "pack(float even, float odd)")  # one call for one instruction
-    text = text.replace("extern __shared__ __align__(1024) char memory[];", "char *memory = block_memory;")
-    text = text.replace("(u32)__cvta_generic_to_shared(p)", "(u32)((const char *)p - block_memory)")
-    return emulated_product.host_text(text, calls, ENTRY).replace('"warp.h"', '"warpgroup.h"', 1)
+    return cuda_host.translated(text, CALLS, ENTRY, (*emulated_prefill.NOTHING, "ldmatrix"), '"warpgroup.h"')
 
 
 def schedule_of(bounds: list[int], rows: int) -> tuple[Tensor, int]:
@@ -40,7 +37,7 @@ def schedule_of(bounds: list[int], rows: int) -> tuple[Tensor, int]:
     return torch.tensor([*cells, (0,) * 5, (0,) * 5, (len(cells), 0, 0, 0, 0)], dtype=torch.int32), bound
 
 
-def product(folder, schedule, x, scale_R, packed, scale_EN, plan, out_dtype, swiglu=False, blocks=2, text=None):
+def product(schedule, x, scale_R, packed, scale_EN, plan, out_dtype, swiglu=False, blocks=2, text=None):
     """As gpu.many_rows.product by `blocks` blocks, on CPU tensors -> y."""
     (R, K), (E, N) = x.shape, scale_EN.shape
     out = many_rows.SWIGLU if swiglu else many_rows.FP32 if out_dtype == torch.float32 else many_rows.BF16
@@ -49,7 +46,7 @@ def product(folder, schedule, x, scale_R, packed, scale_EN, plan, out_dtype, swi
     words = packed.view(-1, packed.shape[2] * UNIT_WORDS)
     maps = [(ctypes.c_uint64 * 16)(t.data_ptr(), *t.shape, *block, t.element_size())
             for t, block in ((x, (schedule.rows, 64)), (words, (4, UNIT_WORDS)))]  # fmt: skip
-    run = emulated_product.library(str(folder), host_text(text or cuda.source_of(many_rows.SOURCE)),
-                                   schedule.defines(scale_R is None, out)).run  # fmt: skip
-    run(blocks, schedule.shared(out), *maps, *map(emulated_product._at, (scale_R, scale_EN, tiles, y)), bound, E, N, K)
+    text = host_text(text or cuda.source_of(many_rows.SOURCE))
+    run = cuda_host.compiled(text, schedule.defines(scale_R is None, out)).run
+    run(blocks, schedule.shared(out), *maps, *map(cuda_host.pointer, (scale_R, scale_EN, tiles, y)), bound, E, N, K)
     return y

@@ -5,18 +5,13 @@ So a pair that waited for one that has not begun would wait for ever; here it go
 
 import ctypes
 import re
-import shutil
-import subprocess
-from functools import lru_cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from alignment_tests.gpu import emulated_prefill
+from alignment_tests.gpu import cuda_host, emulated_prefill
 from minitransformer.ops.gpu import cuda, pair_product
 
-HERE = Path(__file__).parent
 # The start of an instruction's text -> the call that stands for it.
 CALLS = {
     "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast":
@@ -53,28 +48,10 @@ template <int N> void product(float (&d)[64], u64 columns, u64 rows, int add) {
 
 
 def host_text(text: str) -> str:
-    def call(match: re.Match) -> str:
-        start = match.group(1)
-        if not start or start.startswith(emulated_prefill.NOTHING):
-            return ";"
-        return next(call for name, call in CALLS.items() if start.startswith(name))
-
     text = re.sub(r"// Lists of a product's registers.*?\n}\n", PRODUCT, text, flags=re.S)
-    text = re.sub(r'asm(?: volatile)?\(\s*"([^"]*)".*?\);', call, text, flags=re.S)
-    text = text.replace("extern __shared__ __align__(1024) char memory[];", "char *memory = block_memory;")
     own = "((u32)((const char *)p - block_memory) | block_rank() << 24)"
     text = text.replace("(u32)__cvta_generic_to_shared(p)", own)
-    return '#include "warpgroup_pair.h"\n' + text + ENTRY
-
-
-@lru_cache
-def library(folder: str, text: str, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
-    stem = Path(folder) / f"pair{abs(hash((text, defines)))}"
-    stem.with_suffix(".cpp").write_text(host_text(text))
-    options = ["-std=c++20", "-O2", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", "-w", f"-I{HERE}"]
-    options += [f"-D{name}={value}" for name, value in defines]
-    subprocess.run([shutil.which("g++"), *options, "-o", stem.with_suffix(".so"), stem.with_suffix(".cpp")], check=True)
-    return ctypes.CDLL(str(stem.with_suffix(".so")))
+    return cuda_host.translated(text, CALLS, ENTRY, emulated_prefill.NOTHING, '"warpgroup_pair.h"')
 
 
 def schedule_of(offsets: list[int]) -> tuple[Tensor, int]:
@@ -87,7 +64,7 @@ def schedule_of(offsets: list[int]) -> tuple[Tensor, int]:
     return torch.tensor([x for tile in tiles for x in tile] + [len(tiles)], dtype=torch.int32), len(tiles)
 
 
-def dx(folder, dy, w, out, programs: int, offsets: list[int], weights=None, order=None, x=None, text=None,
+def dx(dy, w, out, programs: int, offsets: list[int], weights=None, order=None, x=None, text=None,
     backwards=False):  # fmt: skip
     """Fills out by `programs` pairs of blocks -> the dots, if there are weights. offsets: of the experts' rows;
     backwards: the last pair begins first."""
@@ -98,7 +75,7 @@ def dx(folder, dy, w, out, programs: int, offsets: list[int], weights=None, orde
     mapped = dy, w.view(-1, N), dy if x is None else x
     maps = [(ctypes.c_uint64 * 16)(m.data_ptr(), *m.shape, 64, 64, 2) for m in mapped]
     tensors = out, schedule, weights, order, lanes, done, dots
-    *pointers, last = (None if t is None else ctypes.c_void_p(t.data_ptr()) for t in tensors)
+    *pointers, last = map(cuda_host.pointer, tensors)
     text, defines = text or cuda.source_of(pair_product.SOURCE), pair_product.defines(weights is not None)
-    library(str(folder), text, defines).run(2 * programs, *maps, *pointers, tiles, N, K, last, int(backwards))
+    cuda_host.compiled(host_text(text), defines).run(2 * programs, *maps, *pointers, tiles, N, K, last, int(backwards))
     return dots

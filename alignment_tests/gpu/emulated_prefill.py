@@ -5,16 +5,12 @@ descriptors and the counting of barriers are checked; that nothing is touched wh
 """
 
 import ctypes
-import re
-import shutil
-import subprocess
-from functools import lru_cache
 from itertools import accumulate
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from alignment_tests.gpu import cuda_host
 from minitransformer.batch import Batch
 from minitransformer.ops.attention import _scale
 from minitransformer.ops.gpu import attention_prefill as prefill
@@ -22,7 +18,6 @@ from minitransformer.ops.gpu import cuda
 from minitransformer.ops.gpu.attention import Prefill
 from minitransformer.ops.rounding import ex2_table
 
-HERE = Path(__file__).parent
 # The start of an instruction's text -> the call that stands for it.
 CALLS = {
     "mbarrier.init": "barrier_init(address(barrier), count);",
@@ -53,40 +48,16 @@ extern "C" void run(int blocks, int shared, const float *table, const TensorMap 
 """
 
 
-def host_text(text: str) -> str:
-    """The kernel's text without PTX; an instruction that has no call here is an error."""
-
-    def call(match: re.Match) -> str:
-        start = match.group(1)
-        if not start or start.startswith(NOTHING):
-            return ";"
-        return next(call for name, call in CALLS.items() if start.startswith(name))
-
-    text = re.sub(r'asm(?: volatile)?\(\s*"([^"]*)".*?\);', call, text, flags=re.S)
-    text = text.replace("extern __shared__ __align__(1024) char memory[];", "char *memory = block_memory;")
-    text = text.replace("(u32)__cvta_generic_to_shared(p)", "(u32)((const char *)p - block_memory)")
-    return '#include "warpgroup.h"\n' + text + ENTRY
-
-
-@lru_cache
-def library(folder: str, text: str, group: int, width: int, schedule: Prefill) -> ctypes.CDLL:
-    stem = Path(folder) / f"prefill{abs(hash((text, group, width, schedule)))}"
-    stem.with_suffix(".cpp").write_text(host_text(text))
-    options = ["-std=c++20", "-O2", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", "-w", f"-I{HERE}"]
-    options += [f"-D{name}={value}" for name, value in prefill.defines(group, width, *schedule)]
-    subprocess.run([shutil.which("g++"), *options, "-o", stem.with_suffix(".so"), stem.with_suffix(".cpp")], check=True)
-    return ctypes.CDLL(str(stem.with_suffix(".so")))
-
-
-def forward(folder, q: Tensor, k: Tensor, v: Tensor, batch: Batch, programs: int, schedule: Prefill, text=None):
+def forward(q: Tensor, k: Tensor, v: Tensor, batch: Batch, programs: int, schedule: Prefill, text=None):
     """As gpu.attention.forward by `programs` blocks, on CPU tensors; k, v: the sequences' keys one after another."""
     (T, N, H), G = q.shape, k.shape[1]
-    run = library(str(folder), text or cuda.source_of(prefill.SOURCE), N // G, H, schedule).run
+    host = cuda_host.translated(text or cuda.source_of(prefill.SOURCE), CALLS, ENTRY, NOTHING, '"warpgroup.h"')
+    run = cuda_host.compiled(host, prefill.defines(N // G, H, *schedule)).run
     outputs = torch.full_like(q, torch.nan), torch.full((T, N), torch.nan), torch.full((T, N), torch.nan)
     begin = 0, *accumulate(batch.kv_lens)
     bounds, starts = (torch.tensor(x, dtype=torch.int32) for x in (batch.cu_seqlens, begin))
     maps = [(ctypes.c_uint64 * 16)(x.data_ptr(), len(x), G * H, prefill.KEY_TILE, 64, 2) for x in (k, v)]
-    pointers = [ctypes.c_void_p(x.data_ptr()) for x in (q, batch.positions_T, bounds, starts, *outputs)]
+    pointers = map(cuda_host.pointer, (q, batch.positions_T, bounds, starts, *outputs))
     items = -(-int(bounds.diff().max()) // (prefill.ROWS // (N // G) * schedule.groups))
     run(programs, prefill.shared(H, *schedule), ctypes.c_void_p(ex2_table().ctypes.data), *maps, *pointers,
         ctypes.c_float(float(_scale(H))), N, batch.num_sequences * G, items)  # fmt: skip

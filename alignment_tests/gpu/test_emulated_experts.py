@@ -26,13 +26,13 @@ from minitransformer.ops.gpu import (
 )
 
 
-def check(folder, T, slots, E, D, F, blocks, text=None, same=False, **changes) -> None:
+def check(T, slots, E, D, F, blocks, text=None, same=False, **changes) -> None:
     """Three launches in the same place, each with other numbers: what one leaves there is not taken by the next."""
     at = emulated.place(T, slots, F)
     for n in range(3):
         x, plan, routed, weights = case(T, slots, E, D, F, 10 * n + 1, same)
         operands = [operand(weights[name]) for name in ("gate_up", "down")]
-        got, faults = emulated.forward(folder, x, plan, routed, *operands, blocks, at, text, **changes)
+        got, faults = emulated.forward(x, plan, routed, *operands, blocks, at, text, **changes)
         want = reference(x, plan, routed, weights)
         assert_bits_equal(got, want, f"launch {n}, {T} tokens, {D} x {F}, {blocks} blocks")
         assert (faults == 2**31 - 1).all() and at[1] == blocks * (n + 1)
@@ -47,23 +47,23 @@ CASES = (
 
 
 @pytest.mark.parametrize("shape", CASES, ids=str)
-def test_has_the_bits_of_the_operators_one_by_one(shape, tmp_path):
+def test_has_the_bits_of_the_operators_one_by_one(shape):
     """Blocks with several columns, several turns, a ring that goes round or is not filled, warps without tiles."""
     *shape, warps, workers, first, second, depth = shape
-    check(tmp_path, *shape, WARPS=warps, WORKERS=workers, FIRST=first, SECOND=second, DEPTH=depth, SHARED=1 << 17)
+    check(*shape, WARPS=warps, WORKERS=workers, FIRST=first, SECOND=second, DEPTH=depth, SHARED=1 << 17)
 
 
 @pytest.mark.slow
-def test_two_tokens_with_the_same_experts(tmp_path):
-    check(tmp_path, 2, 2, 4, 64, 64, 4, same=True, WARPS=3, WORKERS=2, DEPTH=2, SHARED=1 << 17)
+def test_two_tokens_with_the_same_experts():
+    check(2, 2, 4, 64, 64, 4, same=True, WARPS=3, WORKERS=2, DEPTH=2, SHARED=1 << 17)
 
 
-def test_a_row_that_is_not_finite_names_its_token(tmp_path):
+def test_a_row_that_is_not_finite_names_its_token():
     x, plan, routed, weights = case(3, 1, 2, 64, 64)
     x[1, 5], x[2, 7] = torch.inf, torch.nan
     operands = [operand(weights[name]) for name in ("gate_up", "down")]
     how = {"WARPS": 3, "WORKERS": 2, "DEPTH": 2, "SHARED": 1 << 17}
-    _, faults = emulated.forward(tmp_path, x, plan, routed, *operands, 4, emulated.place(3, 1, 64), **how)
+    _, faults = emulated.forward(x, plan, routed, *operands, 4, emulated.place(3, 1, 64), **how)
     assert faults[0] == 1
 
 
@@ -97,10 +97,10 @@ FAULTS = {
 
 @pytest.mark.slow  # a compilation each
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_the_text_is_seen(fault, tmp_path):
-    text = cuda_host.faulty(cuda.source_of(few_experts.SOURCE), *FAULTS[fault]) + f"// {fault}\n"
+def test_a_fault_in_the_text_is_seen(fault):
+    text = cuda_host.faulty(cuda.source_of(few_experts.SOURCE), *FAULTS[fault])
     with pytest.raises(AssertionError, match="differ"):
-        check(tmp_path, 3, 3, 4, 128, 64, 3, text, WARPS=4, WORKERS=2, DEPTH=3, SHARED=1 << 17)
+        check(3, 3, 4, 128, 64, 3, text, WARPS=4, WORKERS=2, DEPTH=3, SHARED=1 << 17)
 
 
 @pytest.mark.parametrize(("processors", "each", "taken"), [(132, 1, True), (132, 0, False), (30, 1, True)])

@@ -1,7 +1,6 @@
 """few_rows.cu's own text on a CPU: the bits of linear, and faults in its text that are seen."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,12 +12,10 @@ if shutil.which("g++") is None:
 from alignment_tests import inputs
 from alignment_tests.bits import assert_bits_equal
 from alignment_tests.gpu import cuda_host
-from alignment_tests.gpu import emulated_product as emulated
 from minitransformer.ops import linear
-from minitransformer.ops.gpu import cuda, few_rows
+from minitransformer.ops.gpu import few_rows
 from minitransformer.ops.gpu.tiles import Tile
 
-SOURCE = Path(cuda.__file__).with_name(few_rows.SOURCE)
 CALLS = {
     "mbarrier.init": "barrier_at(barriers + 8 * c) = SENDER;",
     "mbarrier.arrive.expect_tx": "barrier_at(barrier) += bytes - SENDER;",
@@ -37,29 +34,28 @@ extern "C" void run(int blocks, int threads, int shared, const u16 *x, const u16
 TILES = (Tile(8, 16, 256, 3, 1, whole=True), Tile(8, 16, 1024, 3, 1, whole=True))
 
 
-def product(folder, x, w, tile: Tile, out_dtype, text: str) -> torch.Tensor:
+def product(x, w, tile: Tile, out_dtype, text: str) -> torch.Tensor:
     (M, K), N = x.shape, w.shape[0]
     y = torch.full((M, N), torch.nan, dtype=out_dtype)
-    host = emulated.host_text(text, CALLS, ENTRY)
-    run = emulated.library(str(folder), host, few_rows.defines(tile, out_dtype == torch.float32)).run
+    host = cuda_host.translated(text, CALLS, ENTRY)
+    run = cuda_host.compiled(host, few_rows.defines(tile, out_dtype == torch.float32)).run
     blocks = -(-N // 16) * -(-M // tile.m)
-    run(blocks, 32 * tile.warps, few_rows.shared(tile, M, K), *map(emulated._at, (x, w, y)), M, N, K)
+    run(blocks, 32 * tile.warps, few_rows.shared(tile, M, K), *map(cuda_host.pointer, (x, w, y)), M, N, K)
     return y
 
 
-def check(folder, tile, M, N, K, out_dtype=torch.bfloat16, text=None) -> None:
+def check(tile, M, N, K, out_dtype=torch.bfloat16, text=None) -> None:
     x, w = inputs.bf16(1, M, K), inputs.bf16(2, N, K)
-    got = product(folder, x, w, tile, out_dtype, text or SOURCE.read_text())
+    got = product(x, w, tile, out_dtype, text or cuda_host.source(few_rows.SOURCE))
     assert_bits_equal(got, linear.forward(x, w, out_dtype), f"{tile}, {M} x {N} x {K}")
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
-def test_has_the_bits_of_the_spec(tile, tmp_path_factory):
+def test_has_the_bits_of_the_spec(tile):
     """Ragged rows and columns; a last chunk that is not full, with steps left over by the groups of 16."""
-    folder = tmp_path_factory.mktemp("few_rows")
     for M, N, K in ((1, 20, 576), (8, 16, 48), (11, 8, 272), (17, 24, 528)):
-        check(folder, tile, M, N, K)
-    check(folder, tile, 3, 16, 288, torch.float32)
+        check(tile, M, N, K)
+    check(tile, 3, 16, 288, torch.float32)
 
 
 FAULTS = {
@@ -73,7 +69,7 @@ FAULTS = {
 
 @pytest.mark.slow  # a compilation each
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_the_text_is_seen(fault, tmp_path):
-    text = cuda_host.faulty(SOURCE.read_text(), *FAULTS[fault])
+def test_a_fault_in_the_text_is_seen(fault):
+    text = cuda_host.faulty(cuda_host.source(few_rows.SOURCE), *FAULTS[fault])
     with pytest.raises(AssertionError, match="differ"):
-        check(tmp_path, TILES[0], 8, 16, 304, text=text)
+        check(TILES[0], 8, 16, 304, text=text)

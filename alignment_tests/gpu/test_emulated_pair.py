@@ -24,18 +24,18 @@ def plan_of(counts: list[int]) -> dispatch.Plan:
     return dispatch.plan(ids[inputs.integers(1, 1 << 40, len(ids)).argsort()][:, None], len(counts))
 
 
-def plain(folder, text, programs: int, counts: list[int], N: int, K: int, backwards: bool = False) -> None:
+def plain(text, programs: int, counts: list[int], N: int, K: int, backwards: bool = False) -> None:
     R, plan = sum(counts), plan_of(counts)
     dy, w, out = inputs.bf16(1, R, N), inputs.bf16(2, len(counts), N, K), torch.full((R, K), 7.0, dtype=BF16)
-    emulated.dx(folder, dy, w, out, programs, list(plan.offsets), text=text, backwards=backwards)
+    emulated.dx(dy, w, out, programs, list(plan.offsets), text=text, backwards=backwards)
     assert_bits_equal(out, grouped_linear.backward(dy, torch.zeros_like(out), w, plan, None, False)[0], "dX")
 
 
-def weighted(folder, text, programs: int, counts: list[int], N: int, K: int, backwards: bool = False) -> None:
+def weighted(text, programs: int, counts: list[int], N: int, K: int, backwards: bool = False) -> None:
     R, plan = sum(counts), plan_of(counts)
     dy, x, w = inputs.bf16(1, R, N), inputs.bf16(2, R, K), inputs.bf16(3, len(counts), N, K)
     weights, out = inputs.normal(4, R, 1).contiguous(), torch.full((R, K), 7.0, dtype=BF16)
-    dots = emulated.dx(folder, dy, w, out, programs, list(plan.offsets), weights, plan.order_R, x, text, backwards)
+    dots = emulated.dx(dy, w, out, programs, list(plan.offsets), weights, plan.order_R, x, text, backwards)
     want, _, wanted = grouped_linear.backward(dy, x, w, plan, weights, False)
     assert_bits_equal(out, want, "dX")
     assert_bits_equal(dots, wanted.reshape(-1), "the routing weights' gradient")
@@ -53,14 +53,14 @@ CASES = {
 }
 
 
-def check(folder, case: str, text: str | None = None) -> None:
+def check(case: str, text: str | None = None) -> None:
     run, *shape = CASES[case]
-    run(folder, text, *shape)
+    run(text, *shape)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_has_the_bits_of_the_spec(case, tmp_path):
-    check(tmp_path, case)
+def test_has_the_bits_of_the_spec(case):
+    check(case)
 
 
 # A fault in the text: what it replaces, by what, and the case that must see it.
@@ -83,8 +83,8 @@ FAULTS = {
 
 @pytest.mark.slow  # a compilation each
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_the_text_is_seen(fault, tmp_path):
+def test_a_fault_in_the_text_is_seen(fault):
     before, after, case = FAULTS[fault]
     text = cuda_host.faulty(cuda.source_of(pair_product.SOURCE), before, after)
     with pytest.raises(AssertionError, match="differ"):
-        check(tmp_path, case, text)
+        check(case, text)

@@ -27,7 +27,7 @@ CASES = {
 }
 
 
-def check(folder, case: str, text: str | None = None) -> None:
+def check(case: str, text: str | None = None) -> None:
     group, H, parts, programs, schedule = CASES[case]
     keys, queries = [a + n for a, n in parts], [n for _, n in parts]
     starts = [sum(keys[:s]) for s in range(len(keys))]
@@ -37,14 +37,14 @@ def check(folder, case: str, text: str | None = None) -> None:
     v[: starts[1] // 2] = 0  # a quotient that the quick division leaves
     v[starts[1] : starts[1] + keys[1]] = torch.nan  # which no other sequence may see
     wanted = torch.tensor([s != 1 for s, n in enumerate(queries) for _ in range(n)])
-    got, want = emulated.forward(folder, q, k, v, batch, programs, schedule, text), attention.forward(q, k, v, batch)
+    got, want = emulated.forward(q, k, v, batch, programs, schedule, text), attention.forward(q, k, v, batch)
     for a, b, what in zip(got, want, "oml", strict=True):
         assert_bits_equal(a[wanted], b[wanted], f"{case}, {what}")
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_has_the_bits_of_the_spec(case, tmp_path):
-    check(tmp_path, case)
+def test_has_the_bits_of_the_spec(case):
+    check(case)
 
 
 # A fault in the text: what it replaces, by what, and the case that must see it.
@@ -68,11 +68,11 @@ FAULTS = {
 
 @pytest.mark.slow  # a compilation each
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_the_text_is_seen(fault, tmp_path):
+def test_a_fault_in_the_text_is_seen(fault):
     before, after, case = FAULTS[fault]
     text = cuda_host.faulty(cuda.source_of(attention_prefill.SOURCE), before, after)
     with pytest.raises(AssertionError, match="differ"):
-        check(tmp_path, case, text)
+        check(case, text)
 
 
 def test_operands_at_odd_addresses_are_copied_first(monkeypatch):
