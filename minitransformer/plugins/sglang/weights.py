@@ -93,11 +93,13 @@ class Receiver:
         self.refresh()
 
     def refresh(self) -> None:
-        """What is made of the weights, in place, where CUDA graphs read."""
+        """What is made of the weights, in place, where CUDA graphs read; the first time before SGLang asks how much
+        memory is left for keys and values."""
+        home = self.model.embed_tokens.weight.device
         for mlp in (layer.mlp for layer in self.model.layers if hasattr(layer.mlp, "experts")):
             if hasattr(mlp.experts, "forget"):
                 mlp.experts.forget()
-            mlp.experts.refresh(mlp)
+            mlp.experts.operands(mlp, home)
 
     def _read(self, tensors: Named) -> Named:
         """As they are kept, once all are checked. A GPU is asked for its answers together, not tensor by tensor."""
