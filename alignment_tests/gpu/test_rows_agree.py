@@ -223,10 +223,10 @@ def test_sample(V):
 @pytest.mark.parametrize("scale", [0.01, 4.0, 100.0])
 def test_sample_of_many_rows(scale):
     options = [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 0, 1.0), (1.3, 0, 0.9), (0.8, 200, 0.95)]
-    x = inputs.normal(33, 60, 20011, scale=scale)
+    x = inputs.normal(33, 70, 20011, scale=scale)
     x[30:40, :10000] = -torch.inf
     for kinds in (options, options[:3]):
-        draws = [gpu.sample.Draw(7919 * i, 3 * i, *kinds[i % len(kinds)], 1.0) for i in range(60)]
+        draws = [gpu.sample.Draw(7919 * i, 3 * i, *kinds[i % len(kinds)], 1.0) for i in range(70)]
         got = [token for token, _ in gpu.sample.draw(x.cuda(), draws)]
         assert got == [sample.sample(row, *d[:5]) for row, d in zip(x, draws, strict=True)]
 

@@ -222,7 +222,6 @@ class Draw(NamedTuple):
 
 
 BLOCK, WIDE = 1024, 512
-FEW, MANY = 2048, 8192  # ids a program, of few rows and of many
 CUT_ROWS = 32  # rows that are sorted at a time: seven int64 [rows, V] are alive then
 _ALL = 2**63 - 1
 
@@ -273,7 +272,7 @@ def choose(
     cut: the rows of which top_k or top_p leave out ids. where: as SLOT.
     """
     (L, V), home = logits_LV.shape, logits_LV.device
-    block = FEW if L < 16 else MANY
+    block = 1024 if L <= 8 else 2048 if L <= 64 else 8192  # as timed on an H200
     blocks = cdiv(V, block)
     kinds = torch.float64, torch.int32, torch.float32
     score, id_, top = (torch.empty(L, blocks, dtype=kind, device=home) for kind in kinds)
