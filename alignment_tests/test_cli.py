@@ -140,7 +140,7 @@ def test_generate_score_trace_compare(run, tmp_path):
     assert "request 1, position 5, element 3:" in out and "request 2: the ids differ from position 2 on" in out
 
 
-def test_score_forms(run, tmp_path):
+def test_score_takes_ids_whole_or_in_two_parts(run, tmp_path):
     (tmp_path / "s.jsonl").write_text('{"ids": [1, 2, 3]}\n\n{"prompt_ids": [1, 2], "token_ids": [3]}\n')
     status, out, _ = run("score --model {model} --input {out}/s.jsonl --json {out}/o.jsonl")
     assert status == 0 and out == ""

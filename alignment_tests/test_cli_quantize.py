@@ -63,7 +63,7 @@ def source(tmp_path):
 @pytest.mark.parametrize(
     "form, suffix", [("modelopt", "weight_scale_2"), ("compressed-tensors", "weight_global_scale")]
 )
-def test_quantize(source, tmp_path, capsys, form, suffix):
+def test_quantize_writes_a_checkpoint_and_tells_its_errors(source, tmp_path, capsys, form, suffix):
     line = f"quantize --model {source} --out {tmp_path}/out --format {form} --layers 2=bf16 --json {tmp_path}/e.json"
     assert main(line.split()) == 0
     out, err = capsys.readouterr()

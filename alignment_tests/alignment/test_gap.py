@@ -13,7 +13,7 @@ def test_equal_bits_are_no_gap_even_at_infinity():
     assert log_prob_gap(x_T, x_T.clone()) == Gap(3, 0, 0.0, 0.0, 0.0, 0.0)
 
 
-def test_no_tokens():
+def test_no_tokens_have_no_gap():
     assert log_prob_gap(torch.empty(0), torch.empty(0)) == Gap(0, 0, 0.0, 0.0, 0.0, 0.0)
 
 

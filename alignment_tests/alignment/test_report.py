@@ -82,13 +82,13 @@ def test_piped_text_is_plain():
     )
 
 
-def test_gap_row():
+def test_the_row_of_a_gap():
     row = report.gap_row("transformers, BF16", Gap(112, 111, 0.3164, 0.0531, 0.00012, 0.0268))
     assert row == ["transformers, BF16", "112", "111", "0.316", "0.0531", "1.20e-04", "2.68 %"]
     assert "not run: not installed" in text([report.gap_row("transformers, BF16", "not installed")], report.GAP_COLUMNS)
 
 
-def test_first_values():
+def test_the_first_values_that_differ_are_named():
     lines = report.first_values(results(bad={"logits"})[-2], "sampler", "learner")
     assert lines[0] == "first diverging stage: logits (12,345 of 1,670,400 elements differ)"
     assert lines[1] == "  request 100, position 1234, element 151935:  sampler 1.0  learner 1.0078125"

@@ -35,7 +35,7 @@ def test_across_zero_and_up_to_infinity():
     assert ulp_distance(one(torch.finfo(F32).max, F32), one(float("inf"), F32)).item() == 1
 
 
-def test_nan():
+def test_nan_is_far_from_every_number():
     nan, number = one(float("nan"), F32), one(1.0, F32)
     assert ulp_distance(nan, number).item() == NAN_ULP == ulp_distance(number, nan).item()
     assert ulp_distance(nan, nan).item() == 0 and not differing(nan, nan).item()

@@ -101,12 +101,12 @@ def test_a_token_does_not_see_its_neighbours():
             assert torch.equal(_bits(getattr(alone, column)), _bits(getattr(whole, column)[t : t + 1]))
 
 
-def test_nan_shows():
+def test_a_nan_shows_in_loss_and_gradient():
     out = policy_gradient(torch.tensor([math.nan, -1.0]), torch.full((2,), -1.0), torch.tensor([1.0, math.nan]))
     assert out.loss_L.isnan().all() and out.grad_L.isnan().all()
 
 
-def test_group_advantages():
+def test_advantages_are_of_the_group():
     assert group_advantages([1, 0, 0, 1]) == pytest.approx([1, -1, -1, 1], rel=1e-5)
     assert group_advantages([1, 0, 0, 0], scale_by_std=False) == [0.75, -0.25, -0.25, -0.25]
     std = math.sqrt(3) / 4

@@ -196,7 +196,7 @@ def test_directory_and_config_errors(tmp_path):
     generation.unlink()
 
 
-def test_tokenizer_errors(tmp_path):
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
     write(tmp_path, hf_config(), hf_tensors(hf_config()))
     (tmp_path / "tokenizer.json").write_text('{"model": 1}')
     refused(lambda: Qwen3MoeForCausalLM.from_pretrained(tmp_path), "tokenizer.json", "not a tokenizer")

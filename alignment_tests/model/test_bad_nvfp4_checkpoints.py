@@ -61,7 +61,7 @@ def test_block_scales_that_are_none(tmp_path, form, bits, word):
 
 @both
 @pytest.mark.parametrize("which", [1, 2])
-def test_missing_scale(tmp_path, form, which):
+def test_a_missing_scale_is_named(tmp_path, form, which):
     name = names(form)[which]
     refuse(tmp_path, form, lambda t: t.pop(name), name, "missing beside a packed weight")
 

@@ -64,7 +64,7 @@ COMPRESSED_CONFIGS = [
 @pytest.mark.parametrize(
     "form, change, word", [(FORMS[0], *c) for c in MODELOPT_CONFIGS] + [(FORMS[1], *c) for c in COMPRESSED_CONFIGS]
 )
-def test_configs(tmp_path, form, change, word):
+def test_a_config_that_is_not_understood_is_refused(tmp_path, form, change, word):
     config = json.loads(json.dumps(config_of(form)))
     for path, value in change.items():
         at = config["quantization_config"]

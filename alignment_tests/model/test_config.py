@@ -80,7 +80,7 @@ _YARNS = st.builds(
     tied=st.booleans(),
     theta=st.floats(2, 1e7),
 )
-def test_round_trip(yarn, sparse, eos, tied, theta):
+def test_what_is_written_is_read_back(yarn, sparse, eos, tied, theta):
     base = Qwen3MoeConfig.from_hf(hf_config())
     config = replace(
         base, rope_scaling=yarn, sparse_layers=tuple(sparse), num_layers=len(sparse), eos_token_ids=tuple(eos),

@@ -69,7 +69,7 @@ def check_reading(directory: Path, outer=outer_scale) -> None:
         assert "layers.1.mlp.gate_up.weight" in parameters and len(parameters) == 3 * 6 + 2 + 2 + 3
 
 
-def test_reading(tmp_path):
+def test_what_is_read_is_what_was_stored(tmp_path):
     check_reading(tmp_path)
 
 
@@ -130,7 +130,7 @@ def check_round_trip(directory: Path) -> None:
             assert_bits_equal(model(batch), want, f"{form} logits")
 
 
-def test_round_trip(tmp_path):
+def test_quantised_on_load_equals_read_from_either_format(tmp_path):
     check_round_trip(tmp_path)
 
 

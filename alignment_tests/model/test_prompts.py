@@ -37,7 +37,7 @@ def tokenizer(tmp_path_factory):
 
 
 @given(st.text())
-def test_text_survives(tokenizer, text):
+def test_text_comes_back_from_its_ids(tokenizer, text):
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert len(ids) == len(text.replace(END, "\0").encode())
@@ -71,7 +71,7 @@ def test_a_saved_model_keeps_the_tokenizer_files(tmp_path, tokenizer):
     assert load_tokenizer(tmp_path).files.keys() == {"tokenizer.json", "tokenizer_config.json"}
 
 
-def test_lines(tmp_path, tokenizer):
+def test_lines_are_text_or_json(tmp_path, tokenizer):
     lines = [
         "plain text", "", "   ", r"two\nlines\tand \\n and \boxed", '{"prompt": "a\\nb"}', '{"ids": [3, 1, 2]}',
         "crlf\r", "a\u2028b", '  {"not": "json, as it starts with spaces"}', f"end{END}",

@@ -125,7 +125,7 @@ def check_fp32(tmp_path) -> None:
     assert_loads(write(tmp_path, hf_config(torch_dtype="float32"), tensors), want)
 
 
-def test_fp32_storage(tmp_path):
+def test_fp32_storage_is_rounded_to_bf16(tmp_path):
     check_fp32(tmp_path)
 
 

@@ -51,7 +51,7 @@ def test_decode_equals_prefill(length):
 
 
 @pytest.mark.parametrize("prefix", [1, 511, 2048, 4097])
-def test_long_prefixes(prefix):
+def test_decode_after_a_long_prefix_equals_prefill(prefix):
     q, k, v = qkv(prefix + 2, heads=2, kv_heads=1, width=16)
     whole = attention(q, k, v, Batch.packed([[0] * (prefix + 2)]))
     store_k, store_v, batch = paged(k, v, prefix, prefix + 2, page_size=16)
@@ -203,7 +203,7 @@ def test_refuses_fewer_rows_than_the_batch_reads():
             attention(*args, batch)
 
 
-def test_refuses_shapes():
+def test_heads_that_do_not_divide_are_refused():
     q, k, v = qkv(4, heads=3, kv_heads=2)
     with pytest.raises(ValueError, match="multiple"):
         attention(q, k, v, Batch.packed([[0] * 4]))

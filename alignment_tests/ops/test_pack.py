@@ -41,7 +41,7 @@ def unpack(packed: torch.Tensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("N", "K"), [(16, 64), (1, 16), (40, 96), (33, 208)])
-def test_reads_back(N, K):
+def test_what_is_packed_reads_back(N, K):
     codes = inputs.integers(1, 256, 3, N, K // 2).to(torch.uint8)
     scales = inputs.integers(2, 0x7F, 3, N, K // 16).to(torch.uint8)
     q = nvfp4.Nvfp4(codes, scales, torch.ones(()))

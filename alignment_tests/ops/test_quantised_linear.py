@@ -87,7 +87,7 @@ def test_mxfp8_gradients_are_near_and_not_the_same():
         assert ((a.float() - b.float()).norm() / b.float().norm()).item() < 0.06
 
 
-def test_refuses():
+def test_what_it_can_not_multiply_is_refused():
     plan, x, w = case()
     x_operand, w_operand = operands(x, w)
     with pytest.raises(ValueError, match="the plan has 40 rows"):

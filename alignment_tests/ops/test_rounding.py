@@ -207,7 +207,7 @@ def test_silu_bits_accuracy_and_ends():
 
 
 @given(n=st.integers(0, 700), seed=st.integers(0, 2**20))
-def test_lane_sum(n, seed):
+def test_lane_sum_is_the_plain_one(n, seed):
     x = inputs.normal(seed, n + 1).numpy()[:n]
     same(np.array([rounding.lane_sum(x)], F32), [plain.lane_sum(x)], f"lane sum of {n}")
 
@@ -221,7 +221,7 @@ def test_lane_sum_is_an_order_of_its_own():
 
 
 @given(groups=st.integers(1, 40), seed=st.integers(0, 2**20))
-def test_quad_sum(groups, seed):
+def test_quad_sum_is_the_plain_one(groups, seed):
     p = inputs.normal(seed, 8 * groups).numpy()
     lanes = []
     for t in range(4):

@@ -29,7 +29,7 @@ def check_equal() -> None:
     assert {r.stage: r.rows for r in found.stages} == {"log_prob": 18, "prompt_log_prob": 17}
 
 
-def test_equal():
+def test_a_server_that_agrees_is_equal():
     check_equal()
 
 
@@ -85,11 +85,11 @@ def check_other_weights() -> None:
         told_before_sampling(server, tiny_model(0), "29 of 29 tensors differ .*minitransformer sync")
 
 
-def test_another_recipe():
+def test_another_recipe_is_refused():
     check_another_recipe()
 
 
-def test_other_weights():
+def test_other_weights_are_refused():
     check_other_weights()
 
 
@@ -133,7 +133,7 @@ def test_a_prompt_without_room_on_the_server(line, capsys):
     assert re.search(r"prompts:3: the prompt has 10 tokens and asks for 7: more than the 16", capsys.readouterr().err)
 
 
-def test_bad_options(line, capsys):
+def test_bad_options_are_told(line, capsys):
     for options, words in (
         ("--sampler here", "expected sglang or http"),
         ("--sampler http://127.0.0.1:9", "no server answers"),

@@ -36,7 +36,7 @@ def test_alone_equals_batch(engine, size, temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 0.0])
-def test_two_runs(engine, temperature):
+def test_two_runs_are_the_same(engine, temperature):
     zero(laws.two_runs(engine.client, P, temperature))
 
 

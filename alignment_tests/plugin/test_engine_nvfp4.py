@@ -32,7 +32,7 @@ def packed(checkpoint, tmp_path_factory, request):
 
 
 @pytest.mark.parametrize("recipe", [RECIPE, pytest.param("w4a16", marks=pytest.mark.slow)])
-def test_a_recipe(checkpoint, recipe):
+def test_a_recipe_holds_the_laws(checkpoint, recipe):
     model = engines.tiny()
     model.set_recipe(recipe)
     with engines.start(checkpoint, [*override(recipe), "--chunked-prefill-size", "64"]) as server:
@@ -40,13 +40,13 @@ def test_a_recipe(checkpoint, recipe):
 
 
 @pytest.mark.parametrize("packed", FORMATS, indirect=True)
-def test_a_packed_checkpoint(packed):
+def test_a_packed_checkpoint_holds_the_laws(packed):
     directory, server = packed
     check_against(Qwen3MoeForCausalLM.from_pretrained(directory), server)
 
 
 @pytest.mark.parametrize("packed", [MODELOPT.name], indirect=True)
-def test_a_loop_sent_packed(packed, monkeypatch):
+def test_a_loop_sent_packed_keeps_the_laws(packed, monkeypatch):
     """And syncs that are refused, which leave no memory behind."""
     model, (_, server) = engines.tiny(), packed
     model.set_recipe(RECIPE)
@@ -60,7 +60,7 @@ def test_a_loop_sent_packed(packed, monkeypatch):
 
 
 @pytest.mark.slow  # the packed loop has the same recipe
-def test_a_loop_quantised_by_the_server(checkpoint):
+def test_a_loop_quantised_by_the_server_keeps_the_laws(checkpoint):
     model = engines.tiny()
     model.set_recipe(RECIPE)
     with engines.start(checkpoint, override(RECIPE)) as server:

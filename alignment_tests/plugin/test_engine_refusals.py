@@ -23,12 +23,12 @@ def refused(checkpoint, arguments=(), environment=None) -> str:
     return str(error.value)
 
 
-def test_an_argument(checkpoint):
+def test_an_argument_ends_the_server(checkpoint):
     """Another one: test_align_starts_a_server."""
     assert "one GPU a server" in refused(checkpoint, ["--tp-size", "2"])
 
 
-def test_another_model(checkpoint, tmp_path):
+def test_another_model_ends_the_server(checkpoint, tmp_path):
     shutil.copytree(checkpoint, tmp_path / "other")
     config = json.loads((checkpoint / "config.json").read_text())
     config |= {"model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"]}
@@ -44,7 +44,7 @@ def test_a_config_that_our_model_can_not_follow(checkpoint, tmp_path):
     assert "attention_bias = True is not supported" in refused(tmp_path / "other")
 
 
-def test_a_plugin_left_out(checkpoint):
+def test_a_plugin_left_out_ends_the_server(checkpoint):
     assert "leaves its plugin out" in refused(checkpoint, environment={"SGLANG_PLUGINS": "another"})
 
 

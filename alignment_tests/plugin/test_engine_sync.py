@@ -49,7 +49,7 @@ def check_loop(server, learner: Learner, packed: int) -> None:
             zero(laws.learner_equals_engine(learner.model, server.client, P, temperature))
 
 
-def test_a_loop_in_bf16(engine):
+def test_a_loop_in_bf16_keeps_the_laws(engine):
     learner = Learner(engines.tiny(), lr=1e-2)
     sync(learner, engine).require_equal()
     check_loop(engine, learner, 0)
@@ -92,7 +92,7 @@ def test_the_same_weights_again_change_no_output(engine, route):
     zero(laws.same(first, laws.run(engine.client, P)))
 
 
-def test_align(engine):
+def test_align_sees_equality_and_other_weights(engine):
     found = align_engine(engines.tiny(), engine.client, P, [SamplingParams(8, 0.6, seed=i) for i in range(len(P))])
     assert found.equal and not found.stock
     assert [r.stage for r in found.stages] == [

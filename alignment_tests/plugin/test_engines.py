@@ -45,7 +45,7 @@ def test_pages_of_16(engine, checkpoint, chunk):
             zero(laws.hit_equals_miss(paged.client, P[7][:prefix], P[2], reused))
 
 
-def test_retraction(engine, checkpoint):
+def test_a_retracted_request_gives_the_same(engine, checkpoint):
     """A pool of 300 tokens for 24 requests of up to 75."""
     ids = laws.prompts([20 + i for i in range(24)], VOCAB, seed=5)
     with engines.start(checkpoint, ["--max-total-tokens", "300", "--schedule-conservativeness", "0.1"]) as small:
@@ -81,7 +81,7 @@ def updated(steps: int):
     return model
 
 
-def test_weight_updates_from_disk(engine, checkpoint, tmp_path):
+def test_an_update_from_disk_is_the_learners_model(engine, checkpoint, tmp_path):
     """Before, after, and back: the engine is the learner's model each time; the same weights again change nothing."""
     before, after = engines.tiny(), updated(2)
     after.save_pretrained(tmp_path / "after")

@@ -14,7 +14,7 @@ def test_the_page_says_what_the_results_say():
         assert [line for line in lines if line not in PAGE] == []
 
 
-def test_nothing_differs():
+def test_the_kept_rows_of_an_h200_have_no_difference():
     rows = h200_table.read(h200_table.LAWS)
     assert [row for row in rows if row.get("differing") or not row.get("verdict", "EQUAL").startswith("EQUAL")] == []
     assert all(row["of"] > 0 for row in rows if "law" in row)

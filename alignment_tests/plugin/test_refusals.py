@@ -91,7 +91,7 @@ def versions(monkeypatch, found: str | None) -> None:
     monkeypatch.setattr(plugin, "version", version)
 
 
-def test_no_sglang(monkeypatch):
+def test_without_sglang_an_error_says_how_to_install_it(monkeypatch):
     versions(monkeypatch, None)
     with pytest.raises(InputError, match=r"SGLang is not installed; `pip install 'minitransformer\[sglang\]'`"):
         plugin.check_version()

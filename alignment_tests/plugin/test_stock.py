@@ -214,7 +214,7 @@ def test_kernels_that_cannot_be_loaded(monkeypatch):
         stock.SglangKernels()
 
 
-def test_tied_embeddings():
+def test_tied_embeddings_are_refused_for_stock():
     with pytest.raises(InputError, match="tied.*leaves it unloaded"):
         refuse_for_stock(tiny_config(tie_word_embeddings=True, **ALL_SPARSE))
 

@@ -99,7 +99,7 @@ def check_the_calls(top_k: int) -> None:
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3])
-def test_the_calls(top_k):
+def test_the_calls_give_what_our_operators_give(top_k):
     check_the_calls(top_k)
 
 

@@ -27,13 +27,13 @@ def refuses(words: str, call, *args, **options) -> None:
     + [("seed", x) for x in (-1, 2**63, 0.5)]
     + [("stop_token_ids", x) for x in ((-1,), ("a",), "a", 5)],
 )
-def test_params(name: str, value: object) -> None:
+def test_bad_params_are_refused(name: str, value: object) -> None:
     refuses(name, SamplingParams, **{name: value})
 
 
 @pytest.mark.parametrize("name", ["page_size", "num_pages", "max_batch_tokens", "chunk_size", "max_sequences"])
 @pytest.mark.parametrize("value", [0, -1, 2.5])
-def test_sizes(name: str, value: object) -> None:
+def test_bad_sizes_are_refused(name: str, value: object) -> None:
     refuses(name, Sampler, FakeModel(), **{name: value})
 
 
@@ -56,7 +56,7 @@ def test_sizes(name: str, value: object) -> None:
         ([4] * 30, "takes 12 pages of 4 and there are 10"),
     ],
 )
-def test_prompts(prompt: object, words: str) -> None:
+def test_bad_prompts_are_refused(prompt: object, words: str) -> None:
     """Refused by add() and by generate(), where the good prompts before it leave no trace either."""
     sampler = Sampler(FakeModel(), page_size=4, num_pages=10)
     refuses(words, sampler.add, prompt, SamplingParams(16))
@@ -72,7 +72,7 @@ def test_the_longest_prompt_and_the_fullest_store_are_served() -> None:
     assert len(got.token_ids) == 11
 
 
-def test_generate() -> None:
+def test_bad_calls_of_generate_are_refused() -> None:
     sampler = Sampler(FakeModel())
     refuses("single prompt", sampler.generate, "text")
     refuses("single prompt", sampler.generate, [4, 5])

@@ -11,7 +11,7 @@ from minitransformer.sampler.sampler import Sampler
 from minitransformer.sampler.sequence import SamplingParams
 
 
-def test_sizes():
+def test_padded_sizes_are_powers_of_two_with_pages_to_spare():
     assert [padded(n) for n in (1, 2, 3, 4, 5, 16, 17)] == [1, 2, 4, 4, 8, 16, 32]
     assert padded(3, LEAST_PAGES) == LEAST_PAGES
     for most in range(1, 70):
@@ -31,7 +31,7 @@ def crowd(count: int = 11, num_pages: int = 40, new: int = 30) -> None:
 
 
 @pytest.mark.parametrize("num_pages", [20, 40, 200])
-def test_crowd(num_pages):
+def test_padded_steps_of_a_crowd_have_its_bits(num_pages):
     crowd(num_pages=num_pages)
 
 

@@ -38,7 +38,7 @@ def test_key_lengths_95_to_130_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("prefix", [1, 511, 2048, pytest.param(4097, marks=pytest.mark.slow)])
-def test_long_prefixes(prefix: int) -> None:
+def test_a_long_prefix_is_all_hits(prefix: int) -> None:
     """Served once, then again with other words behind it: all its full pages are hits."""
     sampler = Sampler(model(), page_size=16, chunk_size=256, num_pages=300)
     stem = random_ids(prefix)

@@ -102,7 +102,7 @@ def test_without_prefix_cache_nothing_is_found() -> None:
 @pytest.mark.parametrize(
     "table", [[0, 0], [0], [0, 1, 2]], ids=["a page twice", "an owner less", "a page that is not allocated"]
 )
-def test_check_notices(table: list[int]) -> None:
+def test_check_notices_a_table_that_is_wrong(table: list[int]) -> None:
     pool = PagePool(4, 2)
     assert [pool.allocate(), pool.allocate()] == [0, 1]
     with pytest.raises(AssertionError):

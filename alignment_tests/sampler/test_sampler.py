@@ -67,13 +67,13 @@ def test_any_schedule_gives_what_each_request_gives_alone(schedule) -> None:
 
 
 @pytest.mark.parametrize("chunk_size", range(1, 65))
-def test_chunk_sizes(chunk_size: int) -> None:
+def test_chunk_sizes_do_not_matter(chunk_size: int) -> None:
     requests = [Request(p, SamplingParams(4, ignore_eos=True, seed=9)) for p in prompts(1, [1, 40, 63, 64, 65])]
     assert_alone(requests, play(poisoned(Sampler(FakeModel(), chunk_size=chunk_size)), requests))
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 7, 8, 64, 96, 1000])
-def test_page_sizes(page_size: int) -> None:
+def test_page_sizes_do_not_matter(page_size: int) -> None:
     requests = [Request(p, SamplingParams(5, seed=2)) for p in prompts(2, [1, 7, 8, 9, 64])]
     assert_alone(requests, play(poisoned(Sampler(FakeModel(), page_size=page_size)), requests))
 
@@ -115,7 +115,7 @@ def test_abort_gives_pages_back_and_disturbs_nobody() -> None:
         assert_alone(schedule, completions)
 
 
-def test_finish_reasons() -> None:
+def test_a_request_ends_where_it_must() -> None:
     """A stop token ends the request in the step that draws it and is part of the output; so do the two limits."""
     prompt, free = (4, 5, 6), SamplingParams(40, ignore_eos=True, seed=1)
     token_ids, log_probs, _ = fake_alone(prompt, free)

@@ -64,7 +64,7 @@ def test_the_earliest_takes_pages_from_the_latest() -> None:
     assert advance(scheduler) == [(0, 4, 1)]
 
 
-def test_none_overtakes() -> None:
+def test_no_request_overtakes_another() -> None:
     """Request 1 needs more pages than are left; request 2 would fit, but waits its turn."""
     scheduler = Scheduler(PagePool(8, 4), max_batch_tokens=64, chunk_size=64, max_sequences=8)
     for n, length in enumerate((5, 28, 1)):
