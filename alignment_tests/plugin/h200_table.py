@@ -1,4 +1,4 @@
-"""Two tables of docs/sglang.md, from the rows that `h200 laws` and `stock_h200 operators` wrote.
+"""Tables of docs/sglang.md, from the rows that `h200 laws` and `stock_h200 operators` wrote and what `align` printed.
 
   python3 -m alignment_tests.plugin.h200_table
 """
@@ -11,7 +11,7 @@ from alignment_tests.plugin.h200_engines import VARIANTS
 from alignment_tests.plugin.stock_operators import HEADER, line
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results"
-LAWS, STOCK = RESULTS / "h200_sglang_laws.jsonl", RESULTS / "h200_sglang_stock.jsonl"
+LAWS, STOCK, GSM8K = (RESULTS / f"h200_sglang_{name}.jsonl" for name in ("laws", "stock", "gsm8k"))
 MODELS = {"tiny": "tiny: 3 layers, hidden 256, 8 experts, top-2", "smol": "the demo checkpoint",
           "wide": "Qwen3-30B-A3B's widths, {} layers"}  # fmt: skip
 KINDS = {"bf16": "BF16", "nvfp4": "`nvfp4_per_token`", "packed": "packed NVFP4"}
@@ -58,5 +58,16 @@ def stock_table(rows: list[dict]) -> Iterator[str]:
     yield from (line(*(row[field] for field in fields)) for row in rows if "operator" in row)
 
 
+def gsm8k_table(rows: list[dict]) -> Iterator[str]:
+    """Problems of GSM8K through `align --sampler`."""
+    fields = ("tokens", "cached_tokens", "retractions", "log_probs", "expert_ids", "differing")
+    yield "| recipe | temperature, top-p | pool | " + " | ".join(field.replace("_", " ") for field in fields) + " |"
+    yield "|---|---|---|" + "---|" * len(fields)
+    for row in rows:
+        how = f"| `{row['recipe']}` | {row['temperature']:g}, {row['top_p']:g} | {row['pool']:,} | "
+        yield how + " | ".join(f"{row[field]:,}" for field in fields) + " |"
+
+
 if __name__ == "__main__":
-    print(*laws_table(read(LAWS)), "", *stock_table(read(STOCK)), sep="\n")
+    for lines in (laws_table(read(LAWS)), gsm8k_table(read(GSM8K)), stock_table(read(STOCK))):
+        print(*lines, "", sep="\n")
