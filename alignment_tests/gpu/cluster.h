@@ -1,5 +1,6 @@
 // Beside warpgroup.h, what attention_cluster.cu names in PTX: blocks of 8 x 8, turned, and writes into a neighbour's memory.
 #include "warpgroup.h"
+#include <functional>
 #include <optional>
 #define __cluster_dims__(...)
 
@@ -24,6 +25,10 @@ static void copy_or_zero(unsigned to, const void *from, bool valid) {
     valid ? memcpy(block_memory + to, from, 16) : memset(block_memory + to, 0, 16);
 }
 
+template <class T> static T __ldcg(const T *at) { return *at; }
+static float __shfl_up_sync(unsigned all, float value, int by, int width) {
+    return __shfl_sync(all, value, lane() % width < by ? lane() : lane() - by);
+}
 // An address in a neighbour's memory: its number in the upper byte.
 static char *in_cluster(unsigned at) { return cluster[at >> 24]->memory + (at & 0xFFFFFF); }
 static void give_bytes(unsigned at, const void *from, int bytes, unsigned barrier) {
@@ -37,6 +42,8 @@ static void give_words(unsigned at, unsigned a, unsigned b, unsigned c, unsigned
     const unsigned words[4] = {a, b, c, d};
     give_bytes(at, words, 16, barrier);
 }
+static std::function<void()> in_front_ends;  // what the kernel in front writes, once somebody waits for its end
+static std::once_flag *ended;
 static thread_local std::optional<std::barrier<>::arrival_token> token;
 static void cluster_arrive() { token = whole_cluster->arrive(); }
 static void cluster_wait() { whole_cluster->wait(std::move(*token)); }

@@ -150,7 +150,7 @@ def _attention_decode() -> Iterator[Case]:
 
 def _fold() -> Iterator[Case]:
     types = ("*fp32", "*fp32", "*fp32", "*i64", "*bf16", "*fp32", "*fp32", "i32!", "i32")
-    for head, width in ((128, 128), (64, 64), (48, 64)):
+    for head, width in ((256, 256), (48, 64)):
         yield Case(f"fold {head}", attention_tiles.fold_kernel, types, (head, width, attention.SEGMENT, 16), 1, 3)
 
 

@@ -5,22 +5,17 @@ nothing is touched while it is under way is not.
 """
 
 import ctypes
-import re
-import shutil
-import subprocess
-from functools import lru_cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from alignment_tests.gpu import cuda_host
 from minitransformer.batch import Batch
 from minitransformer.ops.attention import SEGMENT, _scale
 from minitransformer.ops.gpu import attention_cluster as cluster
 from minitransformer.ops.gpu import cuda
 from minitransformer.ops.rounding import ex2_table
 
-HERE = Path(__file__).parent
 # The start of an instruction's text -> the call that stands for it.
 CALLS = {
     "cp.async.cg": "copy_or_zero(to, from, valid);",
@@ -39,6 +34,7 @@ CALLS = {
     "barrier.cluster.wait": "cluster_wait();",
     "ld.relaxed.gpu.global.u32": "memcpy(&word, at, 4);",
 }
+HEADER = '"cluster.h"'
 NOTHING = ("cp.async.commit", "cp.async.wait", "griddepcontrol", "fence.")
 ENTRY = """
 extern "C" void run(int blocks, const float *table, const u16 *q, const u16 *k, const u16 *v, const i64 *positions,
@@ -53,45 +49,24 @@ extern "C" void run(int blocks, const float *table, const u16 *q, const u16 *k, 
 """
 
 
-def host_text(text: str) -> str:
-    """The kernel's text without PTX; an instruction that has no call here is an error."""
-
-    def call(match: re.Match) -> str:
-        start = match.group(1)
-        if start.startswith(NOTHING):
-            return ";"
-        return next(call for name, call in CALLS.items() if start.startswith(name))
-
-    text = re.sub(r'asm(?: volatile)?\(\s*"([^"]*)".*?\);', call, text, flags=re.S)
-    text = text.replace("extern __shared__ __align__(1024) char memory[];", "char *memory = block_memory;")
-    text = text.replace("(u32)__cvta_generic_to_shared(p)", "(u32)((const char *)p - block_memory)")
-    return '#include "cluster.h"\n' + text + ENTRY
+def library(text: str, *shape: int) -> ctypes.CDLL:
+    text = cuda_host.translated(text, CALLS, ENTRY, NOTHING, HEADER)
+    return cuda_host.compiled(text, cluster.defines(*shape))
 
 
-@lru_cache
-def library(folder: str, text: str, *shape: int) -> ctypes.CDLL:
-    stem = Path(folder) / f"cluster{abs(hash((text, shape)))}"
-    stem.with_suffix(".cpp").write_text(host_text(text))
-    options = ["-std=c++20", "-O2", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", "-w", f"-I{HERE}"]
-    options += [f"-D{name}={value}" for name, value in cluster.defines(*shape)]
-    subprocess.run([shutil.which("g++"), *options, "-o", stem.with_suffix(".so"), stem.with_suffix(".cpp")], check=True)
-    return ctypes.CDLL(str(stem.with_suffix(".so")))
-
-
-def parts(folder, q: Tensor, k: Tensor, v: Tensor, batch: Batch, blocks: int, clusters: int, text=None):
+def parts(q: Tensor, k: Tensor, v: Tensor, batch: Batch, blocks: int, clusters: int, text=None):
     """o, m, l if no sequence has more than a segment of keys, else m, l, acc of each segment. By `clusters` of
     `blocks` blocks."""
     (T, N, H), G = q.shape, k.shape[1]
     sequences, max_keys = batch.key_rows_SL.shape
     longest = max(b - a for a, b in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False))
     segments = -(-max_keys // SEGMENT)
-    run = library(str(folder), text or cuda.source_of(cluster.SOURCE), longest, N // G, H, blocks).run
+    run = library(text or cuda.source_of(cluster.SOURCE), longest, N // G, H, blocks).run
     o, m, l = torch.full_like(q, torch.nan), *(torch.full((segments, T, N), torch.nan) for _ in range(2))
     acc = torch.full((segments, T, N, H), torch.nan) if segments > 1 else None
     bounds = None if T == sequences else torch.tensor(batch.cu_seqlens, dtype=torch.int32)
     tensors = q, k, v, batch.positions_T, batch.key_rows_SL, bounds, o, m, l, acc
-    pointers = (ctypes.c_void_p(None if x is None else x.data_ptr()) for x in tensors)
-    table = ctypes.c_void_p(ex2_table().ctypes.data)
-    run(clusters * blocks, table, *pointers, ctypes.c_float(float(_scale(H))), N, max_keys, T * N, sequences,
-        segments)  # fmt: skip
+    table, scale = ctypes.c_void_p(ex2_table().ctypes.data), ctypes.c_float(float(_scale(H)))
+    sizes = N, max_keys, T * N, sequences, segments
+    run(clusters * blocks, table, *map(cuda_host.pointer, tensors), scale, *sizes)
     return (m, l, acc) if segments > 1 else (o, m[0], l[0])

@@ -17,8 +17,6 @@ from alignment_tests.gpu.compile_all import Case, resources, row_cases, tensor_c
 from minitransformer.errors import UnsupportedDevice
 from minitransformer.ops.gpu import (
     attention,
-    attention_cluster,
-    attention_prefill,
     attention_tiles,
     cuda,
     few_rows,
@@ -147,40 +145,6 @@ def test_the_experts_dx_is_the_tensor_core_and_what_its_end_says(weighted, tmp_p
     assert "STL" not in text, "spills"
 
 
-@pytest.mark.parametrize("schedule", [s for s in attention.CANDIDATES if isinstance(s, attention.Prefill)], ids=str)
-@pytest.mark.parametrize(("group", "head"), [(8, 128), (3, 64), (1, 128)])
-def test_attention_of_many_queries_compiles_to_the_arithmetic_of_the_spec(group, head, schedule, tmp_path):
-    """Machine code. FFMA is the division's: quick, of every element (4 each, twice in the text), and step by step."""
-    text = sass(attention_prefill.SOURCE, attention_prefill.defines(group, head, *schedule), tmp_path)
-    found = set(re.findall(r"\b([HFD](?:MMA|MUL|ADD|FMA|MNMX|SETP|SET)2?\b[.\w]*)", text))
-    names = {name.split(".")[0] for name in found}
-    assert {"FMUL", "FADD", "FMNMX"} <= names <= {"FMUL", "FADD", "FMNMX", "FFMA", "FSETP"}, found
-    assert set(re.findall(r"MUFU\.\w+", text)) >= {"MUFU.EX2"}
-    assert text.count("FFMA") <= 8 * (head // 2) + 64
-    assert {"HGMMA.64x64x16.F32.BF16", f"HGMMA.64x{head}x16.F32.BF16"} <= set(re.findall(r"HGMMA\.\S+", text))
-    # The assembler waits for each product by itself if it finds a register of one touched too early.
-    assert 3 * text.count("WARPGROUP.DEPBAR") < text.count("HGMMA.64"), "products one after another"
-    assert "STL" not in text, "spills"
-    assert "BRA.DIV" not in text, "the compiler no longer sees that a warp stays together: a quarter slower"
-
-
-@pytest.mark.parametrize("blocks", [s.blocks for s in attention.CANDIDATES if isinstance(s, attention.Cluster)])
-@pytest.mark.parametrize(("longest", "group", "head"), [(1, 8, 128), (2, 8, 128), (5, 3, 64), (1, 1, 128)])
-def test_attention_by_clusters_compiles_to_the_arithmetic_of_the_spec(longest, group, head, blocks, tmp_path):
-    """Machine code. FFMA, and FADD.FTZ, are the division's."""
-    if not attention_cluster.fits(longest, group, head, blocks):
-        pytest.skip("a block would have too few columns")
-    text = sass(attention_cluster.SOURCE, attention_cluster.defines(longest, group, head, blocks), tmp_path)
-    found = set(re.findall(r"\b([HFD](?:MMA|MUL|ADD|FMA|MNMX|SETP|SET)2?\b[.\w]*)", text))
-    names = {name.split(".")[0] for name in found}
-    assert {"HMMA", "FMUL", "FADD", "FMNMX"} <= names <= {"HMMA", "FMUL", "FADD", "FMNMX", "FFMA", "FSETP"}, found
-    assert {name for name in found if name.startswith("HMMA")} == {"HMMA.16816.F32.BF16"}
-    assert "MUFU.EX2" in text
-    assert "STL" not in text, "spills"
-    assert "BRA.DIV" not in text, "the compiler no longer sees that a warp stays together"
-    assert text.index("ACQBULK") < re.search(r"\bLDG", text).start(), "it reads before the kernel in front has ended"
-
-
 # One case a kernel, its first.
 ELSEWHERE = list({case.kernel: case for case in reversed(row_cases())}.values())
 
@@ -200,7 +164,8 @@ def test_row_operator_compiles_elsewhere(case: Case, capability: int):
 def test_the_chosen_attention_schedules_do_not_spill(longest, group, head):
     counts = ((1, 1), (1, 500), (8, 500))  # segments, programs
     chosen = {attention.choose(longest, group, head, flat, *n) for flat in (False, True) for n in counts}
-    chosen = {s for s in chosen if not isinstance(s, attention.Prefill | attention.Cluster)}  # see above
+    others = attention.Prefill | attention.Alone | attention.Cluster  # test_compiles_attention.py
+    chosen = {s for s in chosen if not isinstance(s, others)}
     cases = [c for c in tensor_core_cases() if any(c.name.startswith("attention") and str(s) in c.name for s in chosen)]
     cases = [c for c in cases if f" {head} " in c.name]
     assert len(cases) >= len(chosen)
@@ -222,7 +187,8 @@ def test_the_chosen_attention_schedules_fit(longest, group, head):
     [
         (128, 1, 4, attention.Cluster(8)), (128, 1, 16, attention.Cluster(4)),
         (128, 4, 16, attention.Decode(4)), (64, 1, 3, attention.Cluster(4)),
-        (128, 1, 17, attention.Decode(4)), (128, 8, 512, attention.Decode(1)), (128, 1, 256, attention.Decode(2)),
+        (128, 1, 17, attention.Decode(4)), (128, 8, 512, attention.Alone(7)), (128, 1, 256, attention.Decode(2)),
+        (128, 1, 1024, attention.Alone(7)),
         (48, 1, 1, attention.Schedule(64, 4, 1)),
     ],
 )  # fmt: skip

@@ -49,7 +49,7 @@ def fold(m, l, acc, positions) -> tuple[torch.Tensor, ...]:
     return o, m_all, l_all
 
 
-def check(folder, case: str, text: str | None = None) -> None:
+def check(case: str, text: str | None = None) -> None:
     group, G, H, parts, blocks, clusters = CASES[case]
     keys, queries = [a + n for a, n in parts], [n for _, n in parts]
     rows = inputs.integers(4, 1 << 40, sum(keys) + 5).argsort().tolist()
@@ -60,15 +60,15 @@ def check(folder, case: str, text: str | None = None) -> None:
     shapes = (1, sum(queries), group * G), (2, sum(keys) + 5, G), (3, sum(keys) + 5, G)
     q, k, v = (inputs.bf16(i, n, h, H) for i, n, h in shapes)
     k[rows] = v[rows] = torch.nan  # of the store's rows that no sequence has
-    got, want = emulated.parts(folder, q, k, v, batch, blocks, clusters, text), attention.forward(q, k, v, batch)
+    got, want = emulated.parts(q, k, v, batch, blocks, clusters, text), attention.forward(q, k, v, batch)
     got = got if batch.key_rows_SL.shape[1] <= SEGMENT else fold(*got, batch.positions_T)
     for a, b, what in zip(got, want, "oml", strict=True):
         assert_bits_equal(a, b, f"{case}, {what}")
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_has_the_bits_of_the_spec(case, tmp_path):
-    check(tmp_path, case)
+def test_has_the_bits_of_the_spec(case):
+    check(case)
 
 
 # A fault in the text: what it replaces, by what, and the case that must see it.
@@ -88,8 +88,8 @@ FAULTS = {
 
 @pytest.mark.slow  # a compilation each
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_the_text_is_seen(fault, tmp_path):
+def test_a_fault_in_the_text_is_seen(fault):
     before, after, case = FAULTS[fault]
     text = cuda_host.faulty(cuda.source_of(attention_cluster.SOURCE), before, after)
     with pytest.raises(AssertionError, match="differ"):
-        check(tmp_path, case, text)
+        check(case, text)

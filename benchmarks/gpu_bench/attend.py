@@ -16,7 +16,7 @@ HEADS, KV_HEADS, WIDTH, PAGE = 32, 4, 128, 16
 PREFILL = ((4, 4096), (2, 8192), (1, 16384))
 DECODE = (
     (1, 1024), (1, 8192), (1, 32768), (4, 1024), (4, 8192), (4, 32768), (16, 1024), (16, 8192), (16, 32768),
-    (64, 1024), (64, 8192), (256, 1024), (256, 8192),
+    (64, 1024), (64, 8192), (64, 32768), (256, 1024), (256, 8192), (256, 32768),
 )  # fmt: skip
 
 
@@ -29,13 +29,14 @@ def _paged(sequences: int, length: int, queries: int) -> tuple[Batch, int]:
 
 
 def _check(o, q, k, v, batch: Batch) -> int:
-    """How many elements of one sequence's last query differ from the CPU reference."""
-    last, s = batch.cu_seqlens[1] - 1, 0
-    rows = batch.key_rows_SL[s, : batch.kv_lens[s]]
-    length = len(rows)
-    one = Batch.paged([[0]], [length - 1], [list(range(length))], 1)
-    want = attention.forward(q[last : last + 1].cpu(), k[rows].cpu(), v[rows].cpu(), one)[0]
-    return differing(o[last : last + 1].cpu(), want)
+    """How many elements of the first and the last sequence's last query differ from the CPU reference."""
+    wrong, sequences = 0, len(batch.kv_lens)
+    for s in sorted({0, sequences - 1}):
+        last, rows = batch.cu_seqlens[s + 1] - 1, batch.key_rows_SL[s, : batch.kv_lens[s]]
+        one = Batch.paged([[0]], [len(rows) - 1], [list(range(len(rows)))], 1)
+        want = attention.forward(q[last : last + 1].cpu(), k[rows].cpu(), v[rows].cpu(), one)[0]
+        wrong += differing(o[last : last + 1].cpu(), want)
+    return wrong
 
 
 def _theirs(q, k, v, backend: SDPBackend, causal: bool):

@@ -53,11 +53,9 @@ def dense(rows=ROWS, every=False) -> Iterator[dict]:
         sets = copies(2 * N * K)
         weights = [torch.randn(N, K, device="cuda", dtype=BF16) * K**-0.5 for _ in range(sets)]
         for M in rows:
-            if M * N > 1 << 28:
-                continue
             x = torch.randn(M, K, device="cuda", dtype=BF16)
             got = linear.forward(x, weights[0])
-            sample = torch.randperm(M)[:3]
+            sample = torch.tensor(sorted({0, int(torch.randint(M, ())), M - 1}))
             want = linear.forward(x[sample].cpu(), weights[0].cpu())
             wrong = differing(got[sample].cpu(), want)
             tiles = [t for t in gpu.linear.CANDIDATES if every and gpu.linear.fits(t, M, N, K)]

@@ -5,8 +5,9 @@ quad_sum. So a tile has at least 16 rows a warp and 64 keys, and nothing else ab
 are (token, query head) pairs that share a key/value head.
 
 attention_prefill  many queries: keys by the copy engine, out of one copy of the pages if they lie in pages
-attention_decode   few queries: one segment of keys a program, then attention_tiles.fold_kernel
-attention_cluster  few queries and few segments: several blocks share one, then the same
+attention_decode   few queries: one segment of keys a program, then attention_fold
+attention_warp     few queries, many segments of keys: the same, by one warp each
+attention_cluster  few queries and few segments: several blocks share one
 attention_tiles    everything else: any head size, any number of query heads
 """
 
@@ -20,9 +21,11 @@ from minitransformer.ops.attention import KEY_TILE, SEGMENT, _scale
 from minitransformer.ops.gpu import (
     attention_cluster,
     attention_decode,
+    attention_fold,
     attention_pages,
     attention_prefill,
     attention_tiles,
+    attention_warp,
     device,
 )
 from minitransformer.ops.gpu.launch import cdiv, next_power_of_2, on
@@ -48,6 +51,12 @@ class Decode(NamedTuple):
     tiles: int
 
 
+class Alone(NamedTuple):
+    """attention_warp: half tiles of keys or values that a warp has in shared memory."""
+
+    slots: int
+
+
 class Cluster(NamedTuple):
     """attention_cluster: blocks that share a segment."""
 
@@ -57,7 +66,7 @@ class Cluster(NamedTuple):
 # Bits do not depend on the choice.
 CANDIDATES = (
     Schedule(16, 1, 3), Schedule(64, 4, 1), Schedule(64, 4, 3), Schedule(128, 8, 3),
-    Prefill(2), Prefill(3), Decode(1), Decode(2), Decode(4), Cluster(4), Cluster(8),
+    Prefill(2), Prefill(3), Decode(2), Decode(4), Alone(7), Cluster(4), Cluster(8),
 )  # fmt: skip
 
 
@@ -72,12 +81,12 @@ def fits(schedule, longest: int, group: int, H: int) -> bool:
 
 def choose(
     longest: int, group: int, H: int, contiguous: bool, segments: int = 1, programs: int = 1, processors: int = 132
-) -> Schedule | Prefill | Decode | Cluster:
+) -> Schedule | Prefill | Decode | Alone | Cluster:
     """For the most query tokens of one sequence, the query heads of a key/value head, the segments of the longest
     sequence and those of all sequences and key/value heads; processors of the GPU. From times on an H200, which has
     132."""
-    # Few programs need their warps each; many share a processor, the smaller the more.
-    few = Decode(4) if programs <= processors else Decode(1) if segments > 1 else Decode(2)
+    # Few programs need their warps each; many share a processor.
+    few = Decode(4) if programs <= processors else Decode(2) if programs <= 2 * processors else Alone(7)
     if segments == 1 and programs <= attention_cluster.FEW:  # of more segments only 8 were timed: slower
         few = Cluster(attention_cluster.blocks_for(H, programs))
     # A tile takes some 1,800 cycles with two groups and 2,300 with three; a processor does one program after another.
@@ -141,9 +150,11 @@ def _tiles(schedule, q, k, v, batch: Batch, positions, key_rows, bounds, longest
         q, k, v, positions, key_rows, bounds, o, m_s, l_s, acc_s, float(_scale(H)), N, G * H, key_rows.shape[1],
         T * N, N // G, H,
     )  # fmt: skip
-    if isinstance(schedule, Cluster):
-        parts = o, m_s, l_s, acc_s if split else None
-        attention_cluster.launch(*schedule, longest, q, k, v, positions, key_rows, bounds, parts, segments)
+    if isinstance(schedule, Alone | Cluster):
+        parts, kernel = (o, m_s, l_s, acc_s if split else None), attention_warp
+        if isinstance(schedule, Cluster):
+            kernel = attention_cluster
+        kernel.launch(*schedule, longest, q, k, v, positions, key_rows, bounds, parts, segments)
     elif isinstance(schedule, Decode):
         attention_decode.decode_kernel[(pairs, batch.num_sequences)](
             *common, KEY_TILE, SEGMENT, schedule.tiles, split,
@@ -155,10 +166,7 @@ def _tiles(schedule, q, k, v, batch: Batch, positions, key_rows, bounds, longest
             num_warps=schedule.warps, num_stages=schedule.stages, **device.STRICT,
         )  # fmt: skip
     if split:
-        attention_tiles.fold_kernel[(T * N,)](
-            m_s, l_s, acc_s, positions, o, m, l, N, T * N, H, next_power_of_2(H), SEGMENT, 16,
-            num_warps=1, **device.STRICT, **device.EARLY,
-        )  # fmt: skip
+        attention_fold.fold((m_s, l_s, acc_s), positions, outputs)
 
 
 def forward(
@@ -166,7 +174,7 @@ def forward(
     k_RGH: Tensor,
     v_RGH: Tensor,
     batch: Batch,
-    schedule: Schedule | Prefill | Decode | Cluster | None = None,
+    schedule: Schedule | Prefill | Decode | Alone | Cluster | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """BF16 q [T, N, H], store k, v [rows, G, H] and the batch on one Hopper GPU -> (o BF16, m, l FP32 [T, N]).
 

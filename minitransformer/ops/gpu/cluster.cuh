@@ -72,3 +72,12 @@ __device__ __forceinline__ void give(u32 at, u32 a, u32 b, u32 c, u32 d, u32 bar
 __device__ __forceinline__ void begun() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void done_reading() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void all_there() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// a / l and b / l in BF16; NaN is 0x7fc0.
+__device__ __forceinline__ u32 quotients(float a, float b, float l) {
+    const float x = __fdiv_rn(a, l), y = __fdiv_rn(b, l);
+    u32 pair = pack(x, y);
+    if (x != x) pair = pair & 0xffff0000 | 0x7fc0;
+    if (y != y) pair = pair & 0xffff | 0x7fc00000;
+    return pair;
+}
