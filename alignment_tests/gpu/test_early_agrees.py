@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from alignment_tests import inputs
+from minitransformer.batch import Batch
 from minitransformer.models.qwen3_moe.experts import QuantisedExperts, no_trace
-from minitransformer.ops import dispatch
+from minitransformer.ops import dispatch, gpu
 from minitransformer.recipe import get
 
 pytestmark = [
@@ -40,3 +41,32 @@ def test_kernels_that_begin_early_wait_for_their_rows():
             graph.replay()
             for i, (a, b) in enumerate(zip(got, want, strict=True)):
                 assert torch.equal(a.view(torch.int16), b.view(torch.int16)), f"layer {i}"
+
+
+def test_attention_that_begins_early_waits_for_its_keys():
+    """A captured chain of stores and attention over what each has stored, against the same with a pause between."""
+    S, n, N, G, H, page = 48, 1100, 16, 2, 128, 16
+    pages = -(-n // page)
+    tables = inputs.integers(40, 1 << 40, S * pages).argsort().view(S, pages).tolist()
+    batch = Batch.paged([[0]] * S, [n - 1] * S, tables, page).to("cuda")
+    rows, q = torch.randperm(S * pages * page, device="cuda"), inputs.bf16(41, S, N, H).cuda()
+    new = [[torch.randn(len(rows), G, H, device="cuda").bfloat16() for _ in range(2)] for _ in range(2)]
+    k, v = (torch.zeros_like(x) for x in new[0])
+
+    def layers(pause=lambda: None) -> list[torch.Tensor]:
+        found = []
+        for i in range(8):
+            gpu.kv_store.store(*new[i % 2], k, v, rows)
+            pause()
+            found.append(gpu.attention.forward(q, k, v, batch, gpu.attention.Alone(7))[0])
+            pause()
+        return found
+
+    want, graph = layers(torch.cuda.synchronize), torch.cuda.CUDAGraph()
+    assert not torch.equal(want[0], want[1])
+    with torch.cuda.graph(graph):
+        got = layers()
+    for _ in range(50):
+        graph.replay()
+        for i, (a, b) in enumerate(zip(got, want, strict=True)):
+            assert torch.equal(a.view(torch.int16), b.view(torch.int16)), f"layer {i}"
