@@ -18,9 +18,9 @@ from minitransformer.errors import InputError
 from minitransformer.plugins.sglang import MODEL_PACKAGE, MODEL_PACKAGE_VARIABLE
 
 HERE = Path(__file__).resolve().parent
-# The CPU has no kernels of SGLang's; HTTP clients never ask for a tokenizer, ids go in and come out.
-
-CPU_ARGUMENTS = ("--device", "cpu", "--disable-overlap-schedule", "--max-total-tokens", "4096")
+# The CPU has no kernels of SGLang's, and a scheduler that waits would take a core of it. HTTP clients never ask for a
+# tokenizer, ids go in and come out.
+CPU_ARGUMENTS = ("--device", "cpu", "--disable-overlap-schedule", "--sleep-on-idle", "--max-total-tokens", "4096")
 CPU_STUBS = "sgl_kernel,triton?,torchvision?,soundfile?"
 ARGUMENTS = ("--skip-tokenizer-init", "--skip-server-warmup")
 # Words in the server's log -> what it does from there on; the last one that is there counts.
