@@ -1,6 +1,12 @@
-"""Requests that fail on the command line: the others are good and kept, stderr names the line, the exit status is 1."""
+"""Requests that fail on the command line: the others are good and kept, stderr names the line, the exit status is 1.
+Files that can't be written: one line, and what stood there still does.
+"""
 
 import json
+import os
+import resource
+
+import pytest
 
 from alignment_tests.sampler.test_bad_rows import BAD, GOOD, PLACES, exploding_model
 from minitransformer.alignment.trace import Trace
@@ -75,3 +81,29 @@ def test_trace_writes_the_others_and_what_the_failed_one_had(tmp_path, capsys):
     trace = Trace.load(tmp_path / "out")
     assert trace.row("layers.0.post_norm", 1, 1) is not None and trace.row("layers.0.combine", 1, 1) is None
     assert trace.row("logits", 2, 0) is not None and trace.requests[1]["token_ids"] == []
+
+
+@pytest.mark.parametrize("command", ["trace --input {0}/s --out", "score --input {0}/s --json"])
+def test_a_full_disk_is_one_line_and_keeps_what_is_there(tmp_path, capsys, command):
+    exploding_model("bf16", 0, "router").save_pretrained(tmp_path / "m")
+    (tmp_path / "s").write_text(json.dumps({"ids": GOOD[0] * 9}))
+    (tmp_path / "out").write_text("before")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))  # bytes, of any file: the error is that of a full disk
+    try:
+        assert main(f"{command.format(tmp_path)} {tmp_path}/out --model {tmp_path}/m".split()) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {tmp_path}/out: cannot be written (") and err.count("\n") == 1
+    assert sorted(os.listdir(tmp_path)) == ["m", "out", "s"] and (tmp_path / "out").read_text() == "before"
+
+
+@pytest.mark.parametrize("name", ["a" * 255, "\u00e9" * 127])
+@pytest.mark.parametrize("command", ["trace --input {0}/s --out", "score --input {0}/s --json"])
+def test_the_longest_names_that_a_file_can_have(tmp_path, command, name):
+    """What a file is called until it is whole must not be longer."""
+    exploding_model("bf16", 0, "router").save_pretrained(tmp_path / "m")
+    (tmp_path / "s").write_text(json.dumps({"ids": GOOD[0]}))
+    assert main(f"{command.format(tmp_path)} {tmp_path}/{name} --model {tmp_path}/m".split()) == 0
+    assert sorted(os.listdir(tmp_path)) == sorted(["m", "s", name])

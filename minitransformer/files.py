@@ -5,6 +5,7 @@ Whatever is wrong with a file is an InputError of one line that names it.
 
 import json
 import os
+import secrets
 import stat
 import sys
 from collections.abc import Iterable, Iterator
@@ -115,7 +116,8 @@ def is_replaceable(path: Path) -> bool:
 def replacing_file(path: Path) -> Iterator[Path]:
     """A temporary name beside the file (or beside what a symbolic link points to), renamed to it at the end."""
     target = _target(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    # Cut, so that it is not too long where the name itself is not; no other process or thread has it.
+    temporary = target.with_name(f".{target.name[:40]}.{secrets.token_hex(4)}.tmp")
     try:
         yield temporary
         os.replace(temporary, target)

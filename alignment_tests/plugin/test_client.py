@@ -102,6 +102,12 @@ def test_a_refusal_is_told_in_the_servers_words(answering, body, words):
         Client(f"http://127.0.0.1:{answering.server_address[1]}", timeout=5).call("/x")
 
 
+def test_a_refusal_that_breaks_off(answering):
+    answering.raw = b"HTTP/1.1 500 X\r\nContent-Length: 100\r\n\r\nhalf"
+    with pytest.raises(InputError, match=r"server_info: the server refuses \(500\): and breaks off"):
+        Client(f"http://127.0.0.1:{answering.server_address[1]}", timeout=5).about()
+
+
 @pytest.mark.parametrize("code, body, stock", [
     (404, b'{"detail": "Not Found"}', True), (400, b'{"message": "Unsupported action=\'identity\'"}', True),
     (400, b'{"message": "no"}', False), (401, b"", False), (500, b"Unsupported action", False), (503, b"", False),

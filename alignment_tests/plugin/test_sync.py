@@ -17,7 +17,7 @@ from minitransformer.learner.packing import Sample
 from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from minitransformer.models.qwen3_moe.nvfp4_layout import FORMATS, MODELOPT
 from minitransformer.models.qwen3_moe.quantise import quantise
-from minitransformer.plugins.sglang import group, identity, send
+from minitransformer.plugins.sglang import send
 from minitransformer.plugins.sglang import sync as sync_module
 from minitransformer.plugins.sglang.checksums import checksums
 from minitransformer.plugins.sglang.client import Client
@@ -151,21 +151,6 @@ def refused(learner: Learner, server: Fake, words: str, **options) -> None:
     assert not server.updates and checksums(server.model) == before
 
 
-def test_nccl_of_both_sides_shares_memory_alike(monkeypatch):
-    """What a server says is taken from its environment; a stock one has cuMem off."""
-    monkeypatch.delenv(identity.CUMEM, raising=False)
-    with Fake(tiny_model(0)) as server:
-        told = Client(server.url).identity()
-        group.require_same_means(server.url, told)
-        with pytest.raises(InputError, match="NCCL of the server has NCCL_CUMEM_ENABLE=0, that of the learner has not"):
-            group.require_same_means(server.url, None)
-        monkeypatch.setenv(identity.CUMEM, "0")
-        with pytest.raises(InputError, match="NCCL of the learner has NCCL_CUMEM_ENABLE=0"):
-            group.require_same_means(server.url, told)
-        group.require_same_means(server.url, Client(server.url).identity())
-        group.require_same_means(server.url, None)
-
-
 def test_refused_before_anything_is_sent(tmp_path, monkeypatch):
     with Fake(tiny_model(0)) as server:
         refused(Learner(tiny_model(0, num_experts=16)), server, "num_experts: 16 != 8")
@@ -187,11 +172,6 @@ def test_refused_before_anything_is_sent(tmp_path, monkeypatch):
             refused(learner, server, "no room for 0.[1-9] MiB .No space left", route="tensor")
     with Fake(tiny_model(0), stock=True) as server:
         refused(trained(), server, "layer 1 is dense")
-
-
-def test_a_server_without_ipv4_is_no_traceback():
-    with pytest.raises(InputError, match=r"http://\[::1\]:30000: no way there by IPv4"):
-        group._address("http://[::1]:30000")
 
 
 def test_a_dead_server_and_one_of_another_kind():
@@ -231,6 +211,17 @@ def test_the_state_after_a_failure_is_named_and_a_retry_is_safe(fault, route, tm
         if fault != "die":
             server.fault = ""
             assert sync(learner, server, route, disk).equal
+
+
+@pytest.mark.parametrize("where", ["/weights_checker", "/generate"])
+def test_a_proof_that_fails_says_that_the_weights_were_sent(where):
+    learner = trained()
+    with Fake(tiny_model(0)) as server:
+        answer = server.reply
+        server.reply = lambda path, body: (500, {}) if path == where and server.updates else answer(path, body)
+        with pytest.raises(InputError, match=f"{where}: the server refuses .*State: .* are in, which is not proven"):
+            sync(learner, server)
+        assert checksums(server.model) == checksums(learner.model)
 
 
 def test_the_command(tmp_path, capsys):

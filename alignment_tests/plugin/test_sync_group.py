@@ -11,7 +11,7 @@ import torch.distributed as dist
 from alignment_tests.learner.tiny import tiny_model
 from alignment_tests.plugin.fake import Fake
 from minitransformer.errors import InputError
-from minitransformer.plugins.sglang import group, send, weights
+from minitransformer.plugins.sglang import group, identity, send, weights
 from minitransformer.plugins.sglang.client import Client
 
 INIT, DESTROY = "/init_weights_update_group", "/destroy_weights_update_group"
@@ -147,3 +147,23 @@ def test_a_host_is_here_in_any_case(monkeypatch):
     monkeypatch.setattr(send.socket, "gethostname", lambda: "Node-A")
     assert send._is_here("http://node-a:1") and send._is_here("http://NODE-A:1")
     assert not send._is_here("http://node-b:1")
+
+
+def test_nccl_of_both_sides_shares_memory_alike(monkeypatch):
+    """What a server says is taken from its environment; a stock one has cuMem off."""
+    monkeypatch.delenv(identity.CUMEM, raising=False)
+    with Fake(tiny_model(0)) as server:
+        told = Client(server.url).identity()
+        group.require_same_means(server.url, told)
+        with pytest.raises(InputError, match="NCCL of the server has NCCL_CUMEM_ENABLE=0, that of the learner has not"):
+            group.require_same_means(server.url, None)
+        monkeypatch.setenv(identity.CUMEM, "0")
+        with pytest.raises(InputError, match="NCCL of the learner has NCCL_CUMEM_ENABLE=0"):
+            group.require_same_means(server.url, told)
+        group.require_same_means(server.url, Client(server.url).identity())
+        group.require_same_means(server.url, None)
+
+
+def test_a_server_without_ipv4_is_no_traceback():
+    with pytest.raises(InputError, match=r"http://\[::1\]:30000: no way there by IPv4"):
+        group._address("http://[::1]:30000")

@@ -44,11 +44,14 @@ def save_trace(trace: Trace, path: Path) -> None:
     if not is_replaceable(path):  # a pipe takes bytes in order, which a safetensors file is not written in
         write_bytes(path, save(tensors, metadata=metadata))
         return
-    with replacing_file(path) as temporary:
-        temporary.touch()
-        mode = temporary.stat().st_mode  # as the user's umask wants it; save_file makes files that only the owner reads
-        save_file(tensors, temporary, metadata=metadata)
-        temporary.chmod(mode)
+    try:
+        with replacing_file(path) as temporary:
+            temporary.touch()
+            mode = temporary.stat().st_mode  # as the umask wants it; save_file makes files that only the owner reads
+            save_file(tensors, temporary, metadata=metadata)
+            temporary.chmod(mode)
+    except (SafetensorError, OSError) as error:  # the former where the disk is full
+        raise InputError(f"{path}: cannot be written ({error}); nothing was changed") from None
 
 
 def load_trace(path: Path) -> Trace:

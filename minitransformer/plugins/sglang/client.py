@@ -79,7 +79,7 @@ class Client:
             with urllib.request.urlopen(request, timeout=self.timeout) as answer:
                 content, kind = answer.read(), answer.headers.get("Content-Type", "")
         except urllib.error.HTTPError as error:
-            said = _message(error.read().decode("utf-8", "replace"))
+            said = _message(_body(error))
             raise Refused(error.code, f"{self.url}{path}: the server refuses ({error.code}): {said:.500}") from None
         except TimeoutError:
             late = f"no answer within {self.timeout:g} s; the server may still be at it"
@@ -166,6 +166,14 @@ class Client:
             if len(found) != len(prompts):
                 raise ValueError(f"{len(found)} answers to {len(prompts)} prompts")
             return found
+
+
+def _body(error: urllib.error.HTTPError) -> str:
+    """Of an answer that may end too early, or not come."""
+    try:
+        return error.read().decode("utf-8", "replace")
+    except (OSError, http.client.HTTPException):
+        return "and breaks off before it says why"
 
 
 def _message(body: str) -> str:

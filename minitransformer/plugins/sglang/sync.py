@@ -12,7 +12,7 @@ everything, so it can always be repeated.
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 ROUTES = ("tensor", "disk", "distributed")
 PROBE_PROMPT, PROBE_NEW = 48, 8
 STATE_TIMEOUT = 10  # seconds, of the questions after an update that failed
+TAKEN = "the server has said that the new weights are in, which is not proven; sync again"
 Packed = dict[str, Nvfp4]  # by our parameter's name without ".weight": layers.3.mlp.gate_up
 
 
@@ -134,7 +135,7 @@ def sync(
         with timed(seconds, "load"):
             _load(client, path, body, before, lambda: _expected(model, packed))
     on_step("prove")
-    with timed(seconds, "prove"):
+    with timed(seconds, "prove"), _not_proven():
         expected, differing = {}, []
         if before is not None:
             with ThreadPoolExecutor(1) as asking:
@@ -234,6 +235,15 @@ def _state(url: str, before: Mapping | None, expected: Callable[[], dict[str, st
     if wrong:
         return f"{len(wrong)} tensors are not the learner's ({first_few(wrong)}); {again}"
     return "the new weights are in, though the server did not say so"
+
+
+@contextmanager
+def _not_proven() -> Iterator[None]:
+    """An error of the proof comes after the update: it says so."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{error}. State: {TAKEN}") from None
 
 
 def _probe(learner: "Learner", client: Client) -> Gap:
