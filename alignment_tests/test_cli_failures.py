@@ -84,6 +84,16 @@ def test_trace_writes_the_others_and_what_the_failed_one_had(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("command", ["trace --input {0}/s --out", "score --input {0}/s --json"])
+@pytest.mark.parametrize("ids, words", [([20, BAD, 1], f", position 1, {SAID}"), ([1] * 97, ": 97 tokens exceed")])
+def test_a_sequence_that_fails_is_named_by_its_line(tmp_path, capsys, command, ids, words):
+    exploding_model("bf16", 0, "router").save_pretrained(tmp_path / "m")
+    (tmp_path / "s").write_text("\n".join(["", json.dumps({"ids": GOOD[0]}), "", json.dumps({"ids": ids})]))
+    assert main(f"{command.format(tmp_path)} {tmp_path}/out --model {tmp_path}/m".split()) == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/s:4: the sequence{words}")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["trace --input {0}/s --out", "score --input {0}/s --json"])
 def test_a_full_disk_is_one_line_and_keeps_what_is_there(tmp_path, capsys, command):
     exploding_model("bf16", 0, "router").save_pretrained(tmp_path / "m")
     (tmp_path / "s").write_text(json.dumps({"ids": GOOD[0] * 9}))

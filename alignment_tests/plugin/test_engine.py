@@ -74,6 +74,21 @@ def test_top_p_is_not_rounded():
     assert run.stdout == "[0.9]\n", run.stderr[-2000:]
 
 
+BEST = """
+import torch
+from minitransformer.plugins.sglang import logits
+rows = torch.randint(0, 4, (3, 90), generator=torch.Generator().manual_seed(0)).float()
+alone = [logits.best(rows[i : i + 1], [k])[0][1].tolist() for i, k in enumerate((0, 5, 200))]
+print(alone == [ids.tolist() for _, ids in logits.best(rows, [0, 5, 200])], list(map(len, alone)),
+      alone[1] == (rows[1] == 3).nonzero().flatten()[:5].tolist())
+"""
+
+
+def test_which_of_equal_logits_are_the_best_knows_nothing_of_the_batch():
+    run = subprocess.run([sys.executable, "-c", BEST], env=environment(cpu=True), capture_output=True, text=True)
+    assert run.stdout == "True [0, 5, 90] True\n", run.stderr[-2000:]
+
+
 def test_experts_agree(engine):
     zero(laws.experts_agree(engines.tiny(), engine.client, P))
 

@@ -1,4 +1,4 @@
-"""Errors of requests, told by the line of the prompt file that each stands on."""
+"""Errors of requests and sequences, told by the line of the file that each stands on."""
 
 import re
 import sys
@@ -14,12 +14,15 @@ if TYPE_CHECKING:
 
 @contextmanager
 def naming_prompts(path: str, lines: Sequence[int]) -> Iterator[None]:
-    """The sampler says prompts[0]; a user of the command line knows the file and its lines."""
+    """The sampler says prompts[0], the learner sequence 0; a user of the command line knows the file and its lines."""
     try:
         yield
     except InputError as error:
-        found = re.fullmatch(r"prompts\[(\d+)\](.*)", str(error))
-        raise InputError(f"{path}:{lines[int(found[1])]}: the prompt{found[2]}") if found else error from None
+        found = re.fullmatch(r"(prompts\[|sequence )(\d+)\]?(.*)", str(error))
+        if not found:
+            raise
+        what = f"{path}:{lines[int(found[2])]}: {'the prompt' if found[1] == 'prompts[' else 'the sequence'}{found[3]}"
+        raise InputError(what) from None
 
 
 def report_failed(path: str, lines: Sequence[int], completions: "Sequence[Completion]") -> bool:

@@ -18,7 +18,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from minitransformer.commands import common
+from minitransformer.commands import common, prompt_lines
 from minitransformer.errors import InputError
 from minitransformer.files import parse_json, read_text, shown
 
@@ -48,10 +48,10 @@ def run(args: argparse.Namespace) -> int:
 
     SamplingParams(temperature=args.temperature)  # the same bounds as when sampling, told before a model is loaded
     model = common.load_model(args)
-    sequences, prompt_lens = read_sequences(args.input, model)
+    sequences, prompt_lens, numbers = read_sequences(args.input, model)
     from minitransformer.learner.learner import Learner
 
-    with common.progress() as show:
+    with common.progress() as show, prompt_lines.naming_prompts(args.input, numbers):
         show("scoring")
         longest = max(map(len, sequences))
         scores = Learner(model, max_tokens_per_pack=max(1024, longest)).score(sequences, prompt_lens, args.temperature)
@@ -66,13 +66,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_sequences(path: str, model: Any) -> tuple[list[list[int]], list[int]]:
-    """Ids of each line of a JSON-lines file, and how many of them are prompt. InputError names the line."""
+def read_sequences(path: str, model: Any) -> tuple[list[list[int]], list[int], list[int]]:
+    """Ids of each line of a JSON-lines file, how many of them are prompt, and its number. InputError names the line."""
     lines = read_text(path, f"{EXPECTED} on each line").split("\n")
-    parsed = [_sequence(f"{path}:{i}", line, model) for i, line in enumerate(lines, 1) if line.strip()]
+    numbers = [i for i, line in enumerate(lines, 1) if line.strip()]
+    parsed = [_sequence(f"{path}:{i}", lines[i - 1], model) for i in numbers]
     if not parsed:
         raise InputError(f"{path}: holds no line; {EXPECTED} on each line")
-    return [prompt + rest for prompt, rest in parsed], [len(prompt) for prompt, _ in parsed]
+    return [prompt + rest for prompt, rest in parsed], [len(prompt) for prompt, _ in parsed], numbers
 
 
 def _sequence(where: str, line: str, model: Any) -> tuple[list[int], list[int]]:

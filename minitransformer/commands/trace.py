@@ -94,10 +94,11 @@ def _sample(args: argparse.Namespace, model: Any, trace: Any, show: Any) -> tupl
 def _score(args: argparse.Namespace, model: Any, trace: Any, show: Any) -> tuple[list[Any], list[int]]:
     from minitransformer.learner.learner import Learner
 
-    sequences, prompt_lens = read_sequences(args.input, model)
+    sequences, prompt_lens, numbers = read_sequences(args.input, model)
     show("scoring")
     learner = Learner(model, max_tokens_per_pack=max(1024, max(map(len, sequences))))
-    learner.score(sequences, prompt_lens, args.temperature, trace=trace)
+    with prompt_lines.naming_prompts(args.input, numbers):
+        learner.score(sequences, prompt_lens, args.temperature, trace=trace)
     for request, (ids, n) in enumerate(zip(sequences, prompt_lens, strict=True)):
         trace.requests[request] = {"prompt_ids": ids[:n], "token_ids": ids[n:]}
     return [], []

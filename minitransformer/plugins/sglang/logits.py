@@ -103,9 +103,19 @@ def score(logits_LV: Tensor, ids_L: Tensor) -> Tensor:
 
 
 def best(logits_LV: Tensor, counts: Sequence[int], t: Sequence[float] | None = None) -> list[tuple[Tensor, Tensor]]:
-    """(log-probs, ids) of the counts[l] largest logits of each row."""
-    most = logits_LV.topk(min(max(counts), logits_LV.shape[1])).indices
-    return chosen(logits_LV, [row[:k] for row, k in zip(most, counts, strict=True)], t)
+    """(log-probs, ids) of the counts[l] largest logits of each row; of equal ones the lower ids first.
+
+    Which of equal ones topk takes depends on k, so on the rest of the batch: it only tells how large they are.
+    """
+    largest = logits_LV.topk(min(max(counts), logits_LV.shape[1])).values
+    ids = [_largest(*row) for row in zip(logits_LV, largest, counts, strict=True)]
+    return chosen(logits_LV, ids, t)
+
+
+def _largest(row_V: Tensor, largest_K: Tensor, count: int) -> Tensor:
+    """largest_K: of row_V, descending, `count` of them or all."""
+    ids = (row_V >= largest_K[:count][-1:]).nonzero().flatten() if count else largest_K[:0].long()
+    return ids[row_V[ids].argsort(descending=True, stable=True)[:count]]
 
 
 def chosen(logits_LV: Tensor, ids: Sequence[Any], t: Sequence[float] | None = None) -> list[tuple[Tensor, Tensor]]:
