@@ -160,3 +160,10 @@ def test_hooks_run_in_every_layer_that_has_them(driver, monkeypatch):
     with torch.nn.modules.module.register_module_forward_pre_hook(lambda module, args: seen.append(type(module))):
         launches(driver, net, BATCHES["packed"][0], None, monkeypatch)
     assert seen.count(model.Layer) == LAYERS
+
+
+def test_a_kind_lives_longer_than_a_model():
+    """What was proven stays so in a process: a later model's config may have the address of one that is gone."""
+    changes = {}, {}, {"top_k": 3}
+    one, same, other = (layers.kind_and_tensors(tiny_model(**c).layers[0])[0] for c in changes)
+    assert one == same and hash(one) == hash(same) and one != other

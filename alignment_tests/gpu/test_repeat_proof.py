@@ -3,6 +3,8 @@
 The layers compute on the CPU, by functions that a watcher is told of as of a kernel's launch.
 """
 
+import ctypes
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,10 +29,19 @@ def fused(values: list) -> None:
         out.numpy()[ROWS.numpy()] = rows
 
 
-def kernel(*values, told: bool = True) -> None:
+def kernel(*values, told: bool = True, run=fused) -> None:
     if told and launch.watching() is not None:
-        launch.watching().launched(fused, list(values))
+        launch.watching().launched(run, list(values))
     fused(list(values))
+
+
+def few(*values) -> None:
+    kernel(*values, run=partial(launch_of, ctypes.c_void_p(1)))
+
+
+def launch_of(function: ctypes.c_void_p, values: list) -> None:
+    """As cuda.launch, of which each launch is a partial of its own."""
+    fused(values)
 
 
 class Layer:
@@ -38,7 +49,7 @@ class Layer:
 
     def __init__(self, number: int) -> None:
         rng = torch.Generator().manual_seed(number)
-        self.number, self.weight = number, torch.randn(2, 8, generator=rng)
+        self.number, self.weight = number, torch.randn(1, 8, generator=rng)
 
     def __call__(self, x, residual, batch, table, store, note):
         residual = x if residual is None else residual
@@ -107,18 +118,19 @@ def here(monkeypatch):
         yield
 
 
-def run(layers: list, run_layer, paged: bool) -> list[torch.Tensor]:
+def run(layers: list, run_layer, paged: bool, rows: int = 2) -> list[torch.Tensor]:
     each = torch.arange(16.0 * len(layers)).view(-1, 2, 8)
     batch = SimpleNamespace(store_rows_T=ROWS, each=list(each), all=each)
-    x, residual, stores = torch.ones(2, 8), None, []
+    x, residual, stores = torch.ones(rows, 8), None, []
     for layer in layers:
         stores.append((torch.zeros(4, 8), torch.zeros(4, 8)) if paged else None)
         x, residual = run_layer(layer, x, residual, batch, torch.zeros(1), stores[-1], None)
     return [x, residual, *(rows for store in stores if store is not None for rows in store)]
 
 
-def repeated(layers: list, paged: bool, kinds=lambda layer: ()) -> list[torch.Tensor]:
-    return run(layers, repeat.Layers(lambda layer: (kinds(layer), [layer.weight])), paged)
+def repeated(layers: list, paged: bool, kinds=lambda layer: (), rows: int = 2) -> list[torch.Tensor]:
+    known_of = lambda layer: (kinds(layer), [layer.weight])  # noqa: E731
+    return run(layers, repeat.Layers(known_of), paged, rows)
 
 
 def plain(layers: list, paged: bool) -> list[torch.Tensor]:
@@ -156,6 +168,22 @@ def test_without_the_proof_it_would_be_wrong(fault, monkeypatch):
     monkeypatch.setattr(repeat, "_prove", lambda *args: None)
     layers = [fault(i) for i in range(5)]
     assert not all(map(torch.equal, repeated(layers, True), plain(layers, True)))
+
+
+class OtherKernelOfMany(Layer):
+    """Two rows and three are served by different kernels, of which that of three has a number of the layer's own."""
+
+    def between(self, h, batch):
+        few(h, h, h, 1.0) if len(h) == 2 else kernel(h, h, h, float(self.number))
+
+
+def test_other_kernels_of_a_kind_are_proven_too():
+    """The kind is the layers'; how many tokens a pass has chooses kernels."""
+    layers = [OtherKernelOfMany(i) for i in range(4)]
+    repeated(layers, False)
+    with pytest.raises(RuntimeError, match="other bits"):
+        repeated(layers, False, rows=3)
+    repeated(layers, False)
 
 
 def test_a_kind_that_says_too_little_is_found():

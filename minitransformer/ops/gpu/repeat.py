@@ -10,7 +10,8 @@ operator of PyTorch, seen below Python, as a view by its own schema. Anything el
 tensors differ in kind, layers run as they always do.
 
 A recording can't see a launch that tells no watcher, nor that a number is one layer's own. So the first repeat of each
-kind in a process is proven: the layer runs itself too, and outputs, keys and values must have the same bits.
+kind in a process that launches these kernels (another number of tokens may choose others) is proven: the layer runs
+itself too, and outputs, keys and values must have the same bits.
 MINITRANSFORMER_REPEAT=check proves every repeat; =off runs every layer itself.
 """
 
@@ -55,6 +56,7 @@ class Recording(TorchDispatchMode):
         super().__init__()
         self.calls: list[Call] = []
         self.made: list[Tensor] = []
+        self.kernels: tuple = ()
         self.refused: str | None = None
 
     def __enter__(self) -> "Recording":
@@ -71,7 +73,7 @@ class Recording(TorchDispatchMode):
             self.made.append(result)
         elif operator is _MM:
             self.made.append(result)
-            self.launched(lambda values: torch.mm(values[0], values[1], out=values[2]), [*args, result])
+            self.launched(_mm, [*args, result])
         elif not operator.is_view or operator is _FROM_HOST:
             self.refuse(operator.name())
         return result
@@ -85,6 +87,7 @@ class Recording(TorchDispatchMode):
 
     def finish(self, own: list[Tensor], shared: Iterable[Tensor]) -> None:
         """Finds out whose each address is; own: inputs, outputs and the layer's tensors."""
+        self.kernels = tuple(_kernel(call.run) for call in self.calls)
         number = {x.data_ptr(): i for i, x in enumerate(own)}
         if len(number) < len(own):
             self.refuse("two of the layer's tensors at one address")
@@ -111,6 +114,19 @@ class Recording(TorchDispatchMode):
             for i, n in tensors:
                 arguments[i] = _in_place_of(arguments[i], own[n])
             run(arguments)
+
+
+def _mm(values: list) -> None:
+    torch.mm(values[0], values[1], out=values[2])
+
+
+def _kernel(run: Callable[[list], Any]) -> Any:
+    """What a launch runs, on whatever grid and stream."""
+    if not isinstance(run, partial):
+        return run
+    if isinstance(run.func, launch._Direct):
+        return run.func
+    return run.func, *[getattr(a, "value", a) for a in run.args[:1]]  # a pointer of ctypes has no hash
 
 
 def _address(value: Any) -> int | None:
@@ -163,8 +179,9 @@ class Layers:
         outputs = torch.empty_like(x), torch.empty_like(residual)
         with launch.on(x.device):
             found.again([x, residual, *outputs, *mine])
-        if self.how == "check" or kind not in _proven:
-            _prove(kind, outputs, store, batch, partial(layer, x, residual, batch, table, store, note))
+        which = kind, found.kernels
+        if self.how == "check" or which not in _proven:
+            _prove(which, outputs, store, batch, partial(layer, x, residual, batch, table, store, note))
         return outputs
 
 
@@ -176,7 +193,7 @@ def how() -> str:
     return found
 
 
-def _prove(kind: tuple, outputs: tuple[Tensor, Tensor], store: Any, batch: Any, run: Callable[[], Any]) -> None:
+def _prove(which: tuple, outputs: tuple[Tensor, Tensor], store: Any, batch: Any, run: Callable[[], Any]) -> None:
     """RuntimeError unless the layer itself, run(), gives the repeated one's outputs, keys and values, bit for bit.
 
     Nothing is said where a kernel has met a bad row: what depends on one may be memory that nobody wrote.
@@ -193,7 +210,7 @@ def _prove(kind: tuple, outputs: tuple[Tensor, Tensor], store: Any, batch: Any, 
     if wrong:
         said = f"a repeated layer has other bits than the layer itself: {', '.join(wrong)}"
         raise RuntimeError(f"{said}; {SWITCH}=off runs every layer itself. Please report this")
-    _proven.add(kind)
+    _proven.add(which)
 
 
 def _bits(x: Tensor) -> Tensor:
