@@ -40,5 +40,6 @@ def kind_and_tensors(layer: Any) -> tuple[tuple, list[Tensor]] | None:
         return None
     tensors, formats = parts(inside)
     configs = {id(d["config"]): d["config"] for d in facts if "config" in d}  # an id may be reused
-    kind = layer.eps, *map(type, inside), *configs.values(), *((type(one), getattr(one, "recipe", None)) for one in formats)
+    own = layer.eps, *map(type, inside), *configs.values()
+    kind = *own, *((type(one), getattr(one, "recipe", None)) for one in formats)
     return kind, [*tensors, *(t for one in formats for t in one.operands(layer.mlp, tensors[0].device))]
