@@ -6,12 +6,16 @@ import pytest
 import torch
 
 from alignment_tests.learner.tiny import tiny_model
+from alignment_tests.sampler.test_bad_rows import BAD, exploding_model
 from minitransformer.alignment import align as module
 from minitransformer.alignment.align import align
 from minitransformer.alignment.compare import first_divergence
 from minitransformer.alignment.gap import Gap
+from minitransformer.alignment.trace import Trace
 from minitransformer.errors import InputError
-from minitransformer.sampler.sequence import SamplingParams
+from minitransformer.sampler import sampler as sampler_module
+from minitransformer.sampler.sampler import Sampler
+from minitransformer.sampler.sequence import RequestError, SamplingParams
 
 SHARED = list(range(1, 20))
 PROMPTS = [SHARED + list(range(30, 30 + n)) for n in (1, 5, 30, 12, 7)]
@@ -33,6 +37,28 @@ def test_sampler_and_learner_agree_under_chunks_hits_and_preemption(model):
     assert sum(r.rows for r in found.recomputed) > 0
     assert found.contrast == "left out on request" and parts == ["sampler", "learner", "transformers"]
     assert {r.stage for r in found.stages} >= {"embedding", "layers.1.down", "layers.2.combine", "log_prob"}
+
+
+def test_a_request_that_fails_while_it_is_computed_again_is_no_conflict(monkeypatch):
+    """Its earlier rows, good before, are then computed in one tile with the NaN (Batch.faults)."""
+    bad_model = exploding_model("bf16", 0, "gate_up")
+    right = sampler_module.draw
+
+    def draw(sequences, logits_LV):
+        bad = [s.request_id == 1 and len(s.ids) == len(PROMPTS[1]) + 2 for s in sequences]
+        return [(BAD, drawn[1]) if b else drawn for b, drawn in zip(bad, right(sequences, logits_LV), strict=True)]
+
+    def renew(token) -> None:
+        bad_model.weights_version += token.token_id == BAD
+
+    monkeypatch.setattr(sampler_module, "draw", draw)
+    found = align(bad_model, PROMPTS[:2], PARAMS[:2], on_token=renew)
+    assert [c.error is None for c in found.completions] == [True, False] and found.completions[1].token_ids[-1] == BAD
+    assert found.equal and sum(r.rows for r in found.recomputed) > 0
+    trace = Trace(strict=False)
+    with pytest.raises(RequestError):
+        Sampler(bad_model).generate(PROMPTS[:2], PARAMS[:2], trace, renew)
+    assert any(not r.equal for r in trace.conflicts()) and all(r.equal for r in trace.conflicts({0}))
 
 
 def test_a_learner_with_one_other_bit_is_found_at_the_right_stage(model, monkeypatch):

@@ -104,7 +104,7 @@ def align(
     with timed(seconds, "learner"):
         followed.require_same((learner_model or model).spec, "sampler and learner")
         compared, gap = score(learner_model or model, good, temperatures, trace)
-    recomputed = trace.conflicts()
+    recomputed = trace.conflicts({c.request_id for c in good})
     del sampler, trace  # their memory is free before another copy of the model is loaded
 
     on_step("transformers")

@@ -67,6 +67,12 @@ class StageComparison:
         self.max_ulp = max(self.max_ulp, int(ulp_distance(a_RE[wrong_RE], b_RE[wrong_RE]).max()))
         self._show(pairs_R2.tolist(), a_RE, b_RE, wrong_RE)
 
+    def merge(self, other: "StageComparison") -> None:
+        """Adds what another one of this stage has counted."""
+        self.rows, self.elements = self.rows + other.rows, self.elements + other.elements
+        self.differing, self.max_ulp = self.differing + other.differing, max(self.max_ulp, other.max_ulp)
+        self._shown = sorted(self._shown + other._shown, key=lambda shown: shown[0])[:SHOWN]
+
     def _show(self, pairs_R2: list[list[int]], a_RE: Tensor, b_RE: Tensor, wrong_RE: Tensor) -> None:
         rows = wrong_RE.any(1).nonzero().flatten().tolist()
         # Rows come in the order of the batch; the first place is the lowest request and position, whatever that order.

@@ -4,7 +4,7 @@ The model calls `note = trace.bind(batch)` once a forward pass, then `note(stage
 A row that a prefix-cache hit made unnecessary is absent. A row computed twice (preemption) must have the same bits.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -184,7 +184,7 @@ class Trace(Noter):
         self.spec: dict = dict(spec or {})
         self.requests: dict[int, dict[str, list[int]]] = {}
         self._stages: dict[str, _Rows] = {}
-        self._again: dict[str, StageComparison] = {}
+        self._again: dict[str, dict[int, StageComparison]] = {}  # by request
 
     @property
     def stages(self) -> list[str]:
@@ -206,12 +206,22 @@ class Trace(Noter):
     def _check_again(self, stage: str, keys_R: Tensor, before: Tensor, now: Tensor) -> None:
         if self.strict and not torch.equal(bits(before), bits(now)):
             raise TraceConflict(f"stage {stage}: a row computed again has other bits")
-        again = self._again.setdefault(stage, StageComparison(stage))
-        again.add(self.keys.pairs()[keys_R], before, now)
+        again, pairs_R2 = self._again.setdefault(stage, {}), self.keys.pairs()[keys_R]
+        for request in pairs_R2[:, 0].unique().tolist():
+            own = pairs_R2[:, 0] == request
+            again.setdefault(request, StageComparison(stage)).add(pairs_R2[own], before[own], now[own])
 
-    def conflicts(self) -> list[StageResult]:
-        """Per stage: the rows that were computed more than once, first bits against later ones."""
-        return [self._again[stage].result() for stage in sorted(self._again, key=stage_order)]
+    def conflicts(self, requests: Collection[int] | None = None) -> list[StageResult]:
+        """Per stage: the rows that were computed more than once, first bits against later ones.
+
+        requests: only theirs. In one that failed a NaN may have reached earlier rows (Batch.faults): no conflict."""
+        found = []
+        for stage in sorted(self._again, key=stage_order):
+            total = StageComparison(stage)
+            for one in (c for r, c in self._again[stage].items() if requests is None or r in requests):
+                total.merge(one)
+            found += [total.result()] if total.rows else []
+        return found
 
     def find(self, stage: str, keys_R: Tensor) -> Tensor:
         """int64 [R]: the row in `rows(stage)` of each key, -1 where the trace lacks it."""
