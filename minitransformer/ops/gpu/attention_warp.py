@@ -7,7 +7,7 @@ from minitransformer.ops.gpu import cuda, device
 
 SOURCE = "attention_warp.cu"
 ROWS = 16  # (token, query head) pairs of a piece of work
-EARLY = 3  # half tiles of keys, and of values, that each of the first blocks brings to the L2 cache early
+EARLY = 4  # half tiles of keys, and of values, that each of the first blocks brings to the L2 cache early
 MEMORY, BLOCK = 228 << 10, 1 << 10  # bytes of shared memory of a multiprocessor; what a block takes beside its own
 
 
