@@ -13,7 +13,7 @@ from alignment_tests.plugin.stock_operators import HEADER, line
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results"
 LAWS, STOCK, GSM8K = (RESULTS / f"h200_sglang_{name}.jsonl" for name in ("laws", "stock", "gsm8k"))
 MODELS = {"tiny": "tiny: 3 layers, hidden 256, 8 experts, top-2", "smol": "the demo checkpoint",
-          "wide": "Qwen3-30B-A3B's widths, {} layers"}  # fmt: skip
+          "demo": "the demo checkpoint's sizes", "wide": "Qwen3-30B-A3B's widths, {} layers"}  # fmt: skip
 KINDS = {"bf16": "BF16", "nvfp4": "`nvfp4_per_token`", "packed": "packed NVFP4"}
 COLUMNS = ("one engine", "its long contexts", "page16-chunk64", "chunk16-tight", "chunk64-mixed", "twin")
 TITLES = ("one engine", "its long contexts", "pages of 16, chunks of 64", "chunks of 16, retraction", "mixed chunks",
