@@ -42,6 +42,25 @@ def test_the_floors_of_a_table():
     row = {"shape": "qkv", "M": 8, "ms": 0.01, "torch_ms": 0.009, "tb_s": 2.15, "tflops": 79.0}
     assert tables.floors(row) == pytest.approx((0.005, 0.001))
     assert tables.table([row])[-1] == "| qkv | 8 | 0.0100 | 0.0050 | 0.0010 | 2.00 | 0.0090 | 0.90 |"
+    # K and V of 2 sequences, queries and outputs: 2 (4 x 1000 + 32) 128 elements, twice, of 2 bytes at 4.3 TB/s.
+    decode = {"bench": "decode", "M": "2 x 1000", "ms": 0.01}
+    assert tables.floors(decode) == pytest.approx((4128768e-9 / 4.3, 4 * 32 * 128 * 2000 * 1e-9 / 790))
+    assert tables.experts_hit(1) == 8 and 127 < tables.experts_hit(100) < 128
+
+
+PAGE = ["dense", "grouped", "prefill", "decode", "gradients", "rows", "layer", "experts", "quantise"]
+
+
+@pytest.mark.parametrize("bench", PAGE)
+def test_the_page_has_the_numbers_of_the_committed_results(bench, monkeypatch, capsys):
+    """All cells after the first two, which the page may name in another way, stand in docs/performance.md."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    name = "h200_nvfp4.jsonl" if bench in ("experts", "quantise") else "h200_gpu_ops.jsonl"
+    monkeypatch.setattr("sys.argv", ["tables.py", bench, "--file", str(BENCHMARKS / "results" / name)])
+    module("tables").main()
+    page = (BENCHMARKS.parent / "docs" / "performance.md").read_text(encoding="utf-8")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
+    assert lines and not [line for line in lines if line.split(" | ", 2)[2] not in page]
 
 
 def test_runs_of_servers_are_kept_and_compared(tmp_path):

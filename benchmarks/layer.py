@@ -14,8 +14,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
-
-TENSOR_TFLOPS, MEMORY_TB_S = 989.0, 4.8  # an H200's dense BF16 peak and memory
+from tables import fp32_ms, memory_ms, tensor_ms
 
 
 def check_small() -> int:
@@ -36,25 +35,34 @@ def check_small() -> int:
     return wrong
 
 
-def floors(T: int, S: int) -> dict[str, tuple[float, float]]:
-    """Part -> least milliseconds, forward and backward, by multiply-adds or by bytes at the hardware's peak.
+def floors(T: int, S: int) -> dict[str, tuple[tuple[float, float], tuple[float, float]]]:
+    """Part -> forward and backward, each the milliseconds by bytes and by operations at tables.py's rates.
 
-    The backward has two products for each of the forward's, attention's five for two. Row-wise operators read each
-    operand once and write each output once; a norm's backward reads its operands twice, for dX and for dW.
+    The backward has two products for each of the forward's, attention's five for two. A product or a row-wise operator
+    reads each operand once and writes each output once; a norm's backward reads its operands twice, for dX and for dW.
     """
     pairs, D, F, R, qk, qkv = T * (T // S + 1) / 2, 2048, 768, 8 * T, 36 * 128, 5120
-    macs = {
-        "qkv, o, router": T * D * (qkv + 4096 + 128),
-        "experts": R * 3 * F * D,
-        "attention": 2 * pairs * 32 * 128,
+    macs = {"qkv, o, router": T * D * (qkv + 4096 + 128), "experts": R * 3 * F * D, "attention": 2 * pairs * 32 * 128}
+    # Elements: a product's x, W and y; attention's q, k, v, o, and in the backward these, dO, dQ, dK and dV.
+    sizes = {
+        "qkv, o, router": T * (2 * D + qkv + 4096 + D + 128) + D * (qkv + 4096 + 128),
+        "experts": R * (D + 2 * F + F + D) + 128 * 3 * F * D,
+        "attention": T * (qkv + 4096),
     }
-    found = {part: tuple(2e-9 * n * k / TENSOR_TFLOPS for k in (1, 2)) for part, n in macs.items()}
-    found["attention"] = (found["attention"][0], 2.5 * found["attention"][0])
+    backward = {"attention": (2.5, 2)}
+    found = {}
+    for part, n in macs.items():
+        operations, size = backward.get(part, (2, 2))
+        forward = memory_ms(2 * sizes[part]), tensor_ms(2 * n)
+        found[part] = (forward, (size * forward[0], operations * forward[1]))
     rows = (
         8 * T * D + T * (4 * qk + 2 * qkv) + 2 * (T + R) * D + 3 * R * F,
         16 * T * D + T * (7 * qk + 2 * qkv) + 2 * (T + R) * D + 5 * R * F + 2 * R * D + 3 * T * D,
     )
-    return found | {"row-wise": tuple(2e-9 * n / MEMORY_TB_S for n in rows)}
+    # FP32 operations by the specs: two norms, q's and k's, rope, SwiGLU, combine; twice that in the backward.
+    each = T * (10 * D + 7 * qk) + 14 * R * F + R * D
+    found["row-wise"] = tuple((memory_ms(2 * n), k * fp32_ms(each)) for k, n in enumerate(rows, 1))
+    return found
 
 
 def kernels(call, rounds: int = 3) -> list[tuple[str, float, int]]:
@@ -94,19 +102,18 @@ def main() -> None:
     S, length = args.sequences, args.length
     machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}"
     print(f"{machine}, {S} x {length} tokens")
-    if not args.no_checks:
-        check(S, length)
+    wrong = {} if args.no_checks else check(S, length)
     sides = {"ours": Ours(S, length)}
     if not args.no_peer:
         sides["transformers"] = Theirs(sides["ours"], S, length)
-    facts = {"machine": machine, "tokens": [S, length]} | compare(sides, args.rounds)
+    facts = {"machine": machine, "tokens": [S, length], "wrong": wrong} | compare(sides, args.rounds)
     save(args.out, facts)
-    facts |= {"floors_ms": floors(S * length, S), "kernels": kernels(sides["ours"].train)}
+    facts["kernels"] = kernels(sides["ours"].train)
     for name, ms, launches in facts["kernels"][:26]:
         print(f"  {ms:8.3f} ms {launches:4d} x  {name}")
     print(f"  {sum(row[1] for row in facts['kernels']):8.3f} ms in all kernels of forward + backward")
-    for part, (forward, backward) in facts["floors_ms"].items():
-        print(f"  floor of {part:15} forward {forward:.3f} ms, backward {backward:.3f} ms")
+    for part, both in floors(S * length, S).items():
+        print(f"  floors of {part:15}", *(f"bytes {b:.3f} ms, operations {o:.3f} ms;" for b, o in both))
     save(args.out, facts)
 
 
@@ -115,14 +122,17 @@ def save(folder: Path | None, facts: dict) -> None:
         (folder / "layer.json").write_text(json.dumps(facts, indent=1))
 
 
-def check(S: int, length: int) -> None:
+def check(S: int, length: int) -> dict[str, int]:
+    """What was compared with the CPU reference -> how many elements are wrong."""
     from gpu_bench.gradient_checks import checks
 
-    begin = time.monotonic()
-    print(f"wrong elements: layer over 74 tokens, all outputs and gradients: {check_small()}", flush=True)
+    begin, found = time.monotonic(), {"layer over 74 tokens, all outputs and gradients": check_small()}
     for what, wrong in checks(S, length):
+        found[what] = wrong
         print(f"wrong elements: {what}: {wrong}   ({time.monotonic() - begin:.0f} s)", flush=True)
+    print(f"wrong elements in all: {sum(found.values())}", flush=True)
     torch.cuda.empty_cache()
+    return found
 
 
 def compare(sides: dict, rounds: int) -> dict:
