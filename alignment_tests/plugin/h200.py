@@ -45,7 +45,7 @@ def transfers(args: argparse.Namespace) -> int:
         for weights in args.weights:
             for route in args.routes:
                 try:
-                    report, verdict = transfer(args, model, c, route, weights)
+                    report, found, verdict = transfer(args, model, c, route, weights)
                 except InputError as error:  # one route that fails must not take the others along
                     wrong += 1
                     print(f"{name} {route} {weights}: {error}", flush=True)
@@ -56,14 +56,15 @@ def transfers(args: argparse.Namespace) -> int:
                 add_row(
                     args, engine=name, route=report.route, asked=route, weights=weights, bytes=report.bytes,
                     seconds=report.seconds, verdict=verdict, same_gpu=same_gpu(model, c),
+                    learner_differing=found.differing, learner_of=found.of,
                 )  # fmt: skip
     return wrong
 
 
 def transfer(
     args: argparse.Namespace, model: Qwen3MoeForCausalLM, c: Client, route: str, weights: str
-) -> tuple[SyncReport, str]:
-    """One sync -> its report and verdict, which looks at the outputs too."""
+) -> tuple[SyncReport, laws.Count, str]:
+    """One sync -> its report, learner against engine after it, and the verdict of both and the outputs."""
     ids = laws.prompts((5, 37, 64, 200), 1024)
     before = laws.run(c, ids)
     if weights == "other":
@@ -76,7 +77,7 @@ def transfer(
     found = laws.learner_equals_engine(model, c, ids, 0.6)
     wrong = [f"{moved} outputs moved"] if (moved > 0) == (weights == "equal") else []
     wrong += [f"learner against engine {found}"] if found.differing else []
-    return report, "; ".join([*wrong, report.verdict(), f"learner against engine {found}"])
+    return report, found, "; ".join([*wrong, report.verdict(), f"learner against engine {found}"])
 
 
 def main() -> int:

@@ -11,6 +11,7 @@ from alignment_tests.plugin.h200_engines import VARIANTS
 from alignment_tests.plugin.stock_operators import HEADER, line
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results"
+CPU_LAWS = RESULTS / "cpu_sglang_laws.jsonl"
 LAWS, STOCK, GSM8K = (RESULTS / f"h200_sglang_{name}.jsonl" for name in ("laws", "stock", "gsm8k"))
 MODELS = {"tiny": "tiny: 3 layers, hidden 256, 8 experts, top-2", "smol": "the demo checkpoint",
           "demo": "the demo checkpoint's sizes", "wide": "Qwen3-30B-A3B's widths, {} layers"}  # fmt: skip
@@ -58,6 +59,22 @@ def stock_table(rows: list[dict]) -> Iterator[str]:
     yield from (line(*(row[field] for field in fields)) for row in rows if "operator" in row)
 
 
+def syncs_table(rows: list[dict]) -> Iterator[str]:
+    """The quickest sync of each kind; seconds by part, and what the learner found of the engine after it."""
+    yield "| model | format | learner on | route | MiB | quantise | send | load | prove | learner against engine |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    best: dict[tuple, dict] = {}
+    for row in (row for row in rows if "route" in row):
+        size, kind, *_ = row["engine"].split("-")
+        key = size, row.get("layers"), kind, row["same_gpu"], row["route"]
+        best[key] = min(best.get(key, row), row, key=lambda row: sum(row["seconds"].values()))
+    for (size, layers, kind, same_gpu, route), row in best.items():
+        parts = " | ".join(f"{x:.3f}" for x in row["seconds"].values())
+        after = f"{row['learner_differing']} of {row['learner_of']}" if "learner_of" in row else ""
+        model, on = MODELS[size].format(layers), "the same GPU" if same_gpu else "another GPU"
+        yield f"| {model} | {KINDS[kind]} | {on} | {route} | {row['bytes'] / 2**20:,.1f} | {parts} | {after} |"
+
+
 def gsm8k_table(rows: list[dict]) -> Iterator[str]:
     """Problems of GSM8K through `align --sampler`."""
     fields = ("tokens", "cached_tokens", "retractions", "log_probs", "expert_ids", "differing")
@@ -69,5 +86,7 @@ def gsm8k_table(rows: list[dict]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    for lines in (laws_table(read(LAWS)), gsm8k_table(read(GSM8K)), stock_table(read(STOCK))):
+    laws = read(LAWS)
+    tables = laws_table(laws), laws_table(read(CPU_LAWS)), syncs_table(laws), gsm8k_table(read(GSM8K))
+    for lines in (*tables, stock_table(read(STOCK))):
         print(*lines, "", sep="\n")

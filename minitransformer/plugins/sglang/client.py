@@ -55,6 +55,15 @@ def checked(url: str) -> str:
     return url.rstrip("/")
 
 
+def url_of(server: Any) -> str:
+    """Of a URL, a Client or a launch.Server. InputError for what has none, such as an sglang.Engine."""
+    url = server if isinstance(server, str) else getattr(server, "url", None)
+    if not isinstance(url, str):
+        what = "an sglang.Engine has no port to ask for a proof: start a server instead"
+        raise InputError(f"{type(server).__name__}: expected 'http://host:port', a Client or a launch.Server; {what}")
+    return url
+
+
 class Refused(InputError):
     """The server answers with an HTTP error, of this code."""
 

@@ -30,7 +30,7 @@ from minitransformer.models.qwen3_moe.quantise import expert_tensors
 from minitransformer.ops.nvfp4 import Nvfp4
 from minitransformer.plugins.sglang import send
 from minitransformer.plugins.sglang.checksums import hashed, unlike
-from minitransformer.plugins.sglang.client import Client
+from minitransformer.plugins.sglang.client import Client, url_of
 from minitransformer.plugins.sglang.group import by_group
 from minitransformer.plugins.sglang.identity import gpu, refuse_for_stock, require_same
 
@@ -105,7 +105,7 @@ def sync(
     group, 'nccl' or 'gloo' (group.py).
     InputError, with the server's state, if it refuses, does not answer within `timeout` seconds or runs another model.
     """
-    client = Client(to if isinstance(to, str) else to.url, timeout)
+    client = Client(url_of(to), timeout)
     require_route(route, backend)
     model, seconds = learner.model, dict[str, float]()
     client.about()
