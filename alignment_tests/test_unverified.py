@@ -58,7 +58,7 @@ def test_the_option_lets_it_in_and_says_so_on_stderr(l4, capsys):
         common.device(args.device, args)
 
 
-COMMANDS = ("align --prompts p", "generate --prompts p", "score --input i", "trace --prompts p --out o")
+COMMANDS = ("align --prompts p", "generate --prompts p", "score --input i", "sync --to u", "trace --prompts p --out o")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -176,11 +176,12 @@ class Trace(Noter):
 
     spec      dict form of the ExecutionSpec that made the trace (entry -> value), or {}
     requests  request id -> {"prompt_ids": [...], "token_ids": [...]}, filled by whoever ran the requests
+    unverified  why the bits of the GPU that made it are not known to be the spec's, or None
     """
 
     def __init__(self, stages: Sequence[str] | None = None, strict: bool = True, spec: dict | None = None) -> None:
         super().__init__(stages)
-        self.strict = strict
+        self.strict, self.unverified = strict, None
         self.spec: dict = dict(spec or {})
         self.requests: dict[int, dict[str, list[int]]] = {}
         self._stages: dict[str, _Rows] = {}

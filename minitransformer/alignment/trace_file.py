@@ -3,7 +3,8 @@
     stage/<name>   the stage's rows [rows, ...], in its own dtype
     rows/<name>    int64 [rows]: the row of `keys` that each of them belongs to
     keys           int64 [N, 2]: request id, position
-    metadata       format, stages (in the model's order), spec (entry -> value), requests (prompt and generated ids)
+    metadata       format, stages (in the model's order), spec (entry -> value), requests (prompt and generated ids);
+                   unverified, if a GPU made it whose bits are not known to be the spec's: the reason
 
 Names are the stages' own; nothing in the file is code.
 """
@@ -41,6 +42,8 @@ def save_trace(trace: Trace, path: Path) -> None:
         "spec": json.dumps(trace.spec, sort_keys=True),
         "requests": json.dumps({str(r): ids for r, ids in sorted(trace.requests.items())}),
     }
+    if trace.unverified:
+        metadata["unverified"] = trace.unverified
     if not is_replaceable(path):  # a pipe takes bytes in order, which a safetensors file is not written in
         write_bytes(path, save(tensors, metadata=metadata))
         return
@@ -78,6 +81,9 @@ class _Damage(Exception):
 def _trace(metadata: dict[str, str], tensors: dict[str, Tensor]) -> Trace:
     spec, requests, stages = (_field(metadata, key, kind) for key, kind in _FIELDS)
     trace = Trace(spec=spec)
+    trace.unverified = metadata.get("unverified")
+    if not (trace.unverified or "").isprintable():
+        raise _Damage(f"unverified is {shown(trace.unverified)}")
     trace.requests = dict(_request(key, ids) for key, ids in requests.items())
     pairs_N2 = _tensor(tensors, "keys")
     if pairs_N2.dtype != torch.int64 or pairs_N2.shape[1:] != (2,):

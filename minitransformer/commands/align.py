@@ -123,8 +123,6 @@ def header(
     args: argparse.Namespace, model: Any, found: "Alignment", how: str, devices: str = "", passes: int = 1
 ) -> list[str]:
     """how: the sampler works, in words; passes: of the learner."""
-    from minitransformer.devices import unverified
-
     config, completions = model.config, found.completions
     tokens = sum(len(c.token_ids) for c in completions)
     cached, again = sum(c.cached_tokens for c in completions), sum(c.preemptions for c in completions)
@@ -140,8 +138,8 @@ def header(
         f"         {cached} prompt tokens from the prefix cache, {again} preemptions; {found.seconds['sampler']:.1f} s",
         f"learner  {said} over {fed} tokens; {found.seconds['learner']:.1f} s",
     ]
-    if unverified(model.device):
-        lines.append(f"UNVERIFIED: {unverified(model.device)}")
+    if why := _unverified(args, model):
+        lines.append(f"UNVERIFIED: {why}")
     for completion in completions[:SHOWN_COMPLETIONS]:
         prompt = common.one_line(completion.prompt_ids, model, 44, end=True)
         lines.append(f"  r{completion.request_id}  {prompt} -> {common.one_line(completion.token_ids, model, 44)}")
@@ -175,14 +173,19 @@ def _comparison(found: "Alignment") -> str:
     )
 
 
-def to_json(args: argparse.Namespace, model: Any, found: "Alignment") -> dict[str, Any]:
-    from minitransformer.devices import unverified
+def _unverified(args: argparse.Namespace, model: Any) -> str | None:
+    """Of the device of `model`, and of the learner's if it has another."""
+    from minitransformer.devices import resolve
 
+    return common.unverified(model.device, *([resolve(args.learner_device)] if args.learner_device else []))
+
+
+def to_json(args: argparse.Namespace, model: Any, found: "Alignment") -> dict[str, Any]:
     options = {key: value for key, value in vars(args).items() if key not in ("run", "json", "full", "own_options")}
     contrast = {"not_run": found.contrast} if isinstance(found.contrast, str) else asdict(found.contrast)
     return {
         "equal": found.equal,
-        "unverified": unverified(model.device),
+        "unverified": _unverified(args, model),
         "options": options,
         "fingerprint": found.fingerprint,
         "spec": model.spec.entries(),

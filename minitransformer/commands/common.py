@@ -133,6 +133,18 @@ def device(name: str, args: argparse.Namespace) -> "torch.device":
     return found
 
 
+def unverified(*devices: "torch.device") -> str | None:
+    """What a report says if one of these is a GPU that --allow-unverified let in; JSON has it as "unverified"."""
+    from minitransformer.devices import unverified
+
+    return next(filter(None, map(unverified, devices)), None)
+
+
+def marked(item: dict[str, Any], why: str | None) -> dict[str, Any]:
+    """A line of JSON that says why its bits are unverified, if they are."""
+    return item | {"unverified": why} if why else item
+
+
 def load_model(args: argparse.Namespace, on: "torch.device | None" = None) -> "Qwen3MoeForCausalLM":
     """On a device other than --device if `on` is given."""
     from minitransformer.recipe import get, read_overrides

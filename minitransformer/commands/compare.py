@@ -46,6 +46,9 @@ def run(args: argparse.Namespace) -> int:
     missing = left_out(a, b, results)
     for line in (*unlike, *(f"not compared: {line}" for line in missing[:SHOWN])):
         console.print(line, style="yellow", markup=False, soft_wrap=True)
+    for path, one in ((args.a, a), (args.b, b)):
+        if one.unverified:
+            console.print(f"UNVERIFIED: {path}: {one.unverified}", markup=False, soft_wrap=True)
     for line in report.first_values(worst) if worst else ():
         console.print(line, style="red", markup=False)
     equal = worst is None and not unlike and not missing
@@ -58,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
         {
             "equal": equal,
             "first_diverging_stage": worst.stage if worst else None,
+            "unverified": {"a": a.unverified, "b": b.unverified},
             "requests_with_other_ids": unlike,
             "not_compared": missing,
             "stages": [asdict(r) for r in results],

@@ -43,7 +43,9 @@ def run(args: argparse.Namespace) -> int:
             )
         except RequestError as error:
             completions = error.completions
-    console = common.console()
+    console, why = common.console(), common.unverified(model.device)
+    if why:
+        console.print(f"UNVERIFIED: {why}", markup=False, soft_wrap=True)
     for completion in completions:
         log_prob = sum(completion.log_probs)
         console.print(
@@ -54,5 +56,6 @@ def run(args: argparse.Namespace) -> int:
         text = completion.text if completion.text is not None else " ".join(map(str, completion.token_ids))
         console.print(text, markup=False, soft_wrap=True)
     if args.json is not None:
-        common.write_text(args.json, common.json_lines(map(common.completion_dict, completions)))
+        lines_of = (common.marked(common.completion_dict(completion), why) for completion in completions)
+        common.write_text(args.json, common.json_lines(lines_of))
     return SOME_FAILED if prompt_lines.report_failed(args.prompts, lines, completions) else 0

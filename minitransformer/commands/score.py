@@ -28,7 +28,7 @@ EXPECTED = 'expected {"prompt", "completion"}, {"prompt_ids", "token_ids"}, {"te
 FORMS: dict[tuple[str, ...], set[str]] = {
     ("prompt_ids", "token_ids"): set(),
     ("prompt", "completion"): set(),
-    ("ids",): {"prompt_len", "log_probs", "sum"},
+    ("ids",): {"prompt_len", "log_probs", "sum", "unverified"},
     ("text",): set(),
 }
 TEMPERATURE = "divides the logits: 1e-6 to 1e6; 0 divides by 1, as greedy sampling does (default 1)"
@@ -55,8 +55,9 @@ def run(args: argparse.Namespace) -> int:
         show("scoring")
         longest = max(map(len, sequences))
         scores = Learner(model, max_tokens_per_pack=max(1024, longest)).score(sequences, prompt_lens, args.temperature)
+    why = common.unverified(model.device)
     lines = common.json_lines(
-        {"ids": ids, "prompt_len": n, "log_probs": s.tolist(), "sum": sum(s.tolist())}
+        common.marked({"ids": ids, "prompt_len": n, "log_probs": s.tolist(), "sum": sum(s.tolist())}, why)
         for ids, n, s in zip(sequences, prompt_lens, scores, strict=True)
     )
     if args.json is None:
@@ -84,7 +85,8 @@ def _sequence(where: str, line: str, model: Any) -> tuple[list[int], list[int]]:
     if form is None:
         raise InputError(f"{where}: {EXPECTED}")
     # A key that is not looked at may be a misspelt one that was meant to be.
-    beside = {field.name for field in fields(Completion)} if "token_ids" in form else FORMS[form]
+    written = {field.name for field in fields(Completion)} | {"unverified"}  # by `generate`
+    beside = written if "token_ids" in form else FORMS[form]
     unknown = item.keys() - set(form) - beside
     if unknown:
         raise InputError(f"{where}: {shown(min(unknown))} is not known beside {' and '.join(form)}; remove it")

@@ -71,6 +71,8 @@ def _print(report: "SyncReport") -> None:
         f"sent     {report.tensors:,} tensors, {report.bytes / 2**20:,.1f} MiB by {report.route}{packed}",
         f"seconds  {seconds}",
     ]
+    if report.unverified:
+        lines.append(f"UNVERIFIED: {report.unverified}")
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
     console.print(report.verdict(), style="bold green" if report.equal else "bold red", markup=False, soft_wrap=True)

@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from minitransformer.alignment.trace import Trace, TraceConflict
 
     trace = Trace(args.stages, strict=False, spec=model.spec.entries())
+    trace.unverified = common.unverified(model.device)
     with common.progress() as show:
         completions, lines = (_sample if args.prompts else _score)(args, model, trace, show)
     wrong = [r.stage for r in trace.conflicts({c.request_id for c in completions if c.error is None}) if not r.equal]
@@ -60,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     # Standard output is the trace's own if the trace goes there.
     where = sys.stdout if is_replaceable(args.out) else sys.stderr
     print(f"{args.out}: {len(trace.stages)} stages, {rows} rows of {requests} requests, {size:.1f} MiB", file=where)
+    if trace.unverified:
+        print(f"UNVERIFIED: {trace.unverified}", file=where)
     return int(prompt_lines.report_failed(args.prompts, lines, completions))
 
 

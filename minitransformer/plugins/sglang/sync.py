@@ -23,6 +23,7 @@ from torch import Tensor
 from minitransformer.alignment.align import timed
 from minitransformer.alignment.gap import Gap, log_prob_gap
 from minitransformer.checkpoint_files import first_few
+from minitransformer.devices import unverified
 from minitransformer.errors import InputError
 from minitransformer.models.qwen3_moe.layout import pieces
 from minitransformer.models.qwen3_moe.nvfp4_layout import FORMATS, PROJECTIONS, Format
@@ -53,6 +54,7 @@ class SyncReport:
     checked          tensors whose checksums were compared: 0 with a stock server, which has none
     differing        names of those that differ
     probe            of the probe prompt: the learner's log-probs against the server's
+    unverified       why the bits of the learner's GPU are not known to be the spec's, if they are not
     """
 
     url: str
@@ -65,6 +67,7 @@ class SyncReport:
     checked: int
     differing: list[str]
     probe: Gap
+    unverified: str | None = None
 
     @property
     def equal(self) -> bool:
@@ -145,8 +148,9 @@ def sync(
         probe = _probe(learner, client)
     size, layers = sum(tensor.nbytes for _, tensor in tensors), len(packed) // len(PROJECTIONS)
     return SyncReport(
-        client.url, route, before is None, len(tensors), size, layers, seconds, len(expected), differing, probe
-    )
+        client.url, route, before is None, len(tensors), size, layers, seconds, len(expected), differing, probe,
+        unverified(model.device),
+    )  # fmt: skip
 
 
 def require_route(route: str | None, backend: str | None, directory: str | Path | None = None) -> None:
