@@ -73,12 +73,17 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + kept
 
 
-@contextmanager
-def room_on(device: torch.device, needed: int, what: str) -> Iterator[None]:
-    """Tensors are made on the device in here; InputError beforehand, with the numbers, if a GPU lacks the room."""
+def require_room(device: torch.device, needed: int, what: str) -> None:
+    """InputError, with the numbers, if a GPU lacks the room."""
     free = free_bytes(device)
     if needed > free:
         raise InputError(f"{what}: {needed / 2**30:,.1f} GiB are needed on {device}, {free / 2**30:,.1f} GiB are free")
+
+
+@contextmanager
+def room_on(device: torch.device, needed: int, what: str) -> Iterator[None]:
+    """Tensors are made on the device in here; InputError beforehand, with the numbers, if a GPU lacks the room."""
+    require_room(device, needed, what)
     with device:
         yield
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from alignment_tests.bits import assert_bits_equal
@@ -17,7 +18,9 @@ from alignment_tests.model.nvfp4_checkpoints import (
     value,
     written,
 )
+from minitransformer import devices
 from minitransformer.batch import Batch
+from minitransformer.errors import InputError
 from minitransformer.models.qwen3_moe import weights_nvfp4
 from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from minitransformer.ops import nvfp4
@@ -170,3 +173,16 @@ def test_an_explicit_recipe_beats_the_config(tmp_path):
     refused(lambda: model.save_pretrained(tmp_path / "again"), "NVFP4")
     stated = Qwen3MoeForCausalLM.from_pretrained(quantised(tmp_path, "compressed-tensors", "w4a16"))
     assert stated.recipe.name == "w4a16"
+
+
+def test_a_gpu_without_room_is_told_before_anything_is_moved(tmp_path, monkeypatch):
+    """Codes, block scales and what is BF16; the experts' BF16 weights, which do not exist, are not counted."""
+    path, config, _ = written(tmp_path, "modelopt")
+    model = Qwen3MoeForCausalLM.from_pretrained(path)
+    values = 3 * config["moe_intermediate_size"] * config["hidden_size"] * config["num_experts"] * 2  # of two layers
+    needed = values * 9 // 16 + sum(2 * p.numel() for p in model.parameters())
+    monkeypatch.setattr(devices, "free_bytes", lambda device: needed - 1)
+    with pytest.raises(InputError, match=r"the weights in NVFP4 and BF16: .* GiB are needed on cpu, .* are free"):
+        Qwen3MoeForCausalLM.from_pretrained(path)
+    monkeypatch.setattr(devices, "free_bytes", lambda device: needed)
+    Qwen3MoeForCausalLM.from_pretrained(path)

@@ -10,12 +10,20 @@ from unittest import mock
 
 import torch
 
-from alignment_tests.learner import test_checkpoint, test_learner, test_losses, test_model_gradient, test_scoring, tiny
+from alignment_tests.learner import (
+    test_checkpoint,
+    test_learner,
+    test_losses,
+    test_memory,
+    test_model_gradient,
+    test_scoring,
+    tiny,
+)
 from alignment_tests.learner.test_loop import sample_score_update
 from alignment_tests.mutations import Mutation, patched
 from minitransformer.batch import Batch
 from minitransformer.errors import InputError
-from minitransformer.learner import checkpoint, gradients, learner, losses, packing, scoring
+from minitransformer.learner import adamw, checkpoint, gradients, learner, losses, packing, scoring
 from minitransformer.learner.learner import Learner
 from minitransformer.sampler.sampler import Sampler
 
@@ -57,6 +65,13 @@ def _without_moments(one, file, step):
 def _rounded_masters(tensors, *args, **kwargs):
     rounded = {n: t.bfloat16().float() if n.startswith("masters.") else t for n, t in tensors.items()}
     _save_file(rounded, *args, **kwargs)
+
+
+def _one_by_one(optimizer, masters, totals):
+    for name, master in masters.items():
+        master.grad = totals.pop(name)
+        kinds = ("exp_avg", "exp_avg_sq")
+        optimizer.state[master] = {"step": torch.zeros(())} | {k: adamw.torch.zeros_like(master) for k in kinds}
 
 
 def _two_steps(self, totals):
@@ -216,6 +231,8 @@ MUTATIONS = [
     _mutation("a replaced parameter is not looked for", "the masters are the model's", Learner,
               "_refuse_replaced_parameters", lambda self: None, _check_replaced),
     _mutation("masters saved in BF16", _RESUME, checkpoint, "save_file", _rounded_masters, _check_resume),
+    _mutation("moments given before all are there", "an update is whole or not at all", adamw, "complete", _one_by_one,
+              test_memory.check_unchanged),
     _mutation("weights updated twice", _STEP, Learner, "_apply", _two_steps, test_learner.test_adamw_by_hand),
     _mutation(
         "masters rounded to BF16 after a step", _STEP, Learner, "write_weights", _no_masters,

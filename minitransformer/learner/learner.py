@@ -28,14 +28,17 @@ from torch import Tensor
 from minitransformer.devices import naming_memory
 from minitransformer.errors import InputError
 from minitransformer.integers import as_list
-from minitransformer.learner import arguments, checkpoint, gradients
-from minitransformer.learner.losses import Loss, PolicyGradient, TokenLoss
+from minitransformer.learner import adamw, arguments, checkpoint, gradients
+from minitransformer.learner.losses import Loss, PolicyGradient, refuse_non_finite
 from minitransformer.learner.metrics import UpdateMetrics, metrics
 from minitransformer.learner.packing import Pack, Sample, pack, unpack
 from minitransformer.learner.scoring import in_chunks
 from minitransformer.ops import gpu
 from minitransformer.ops.logprob import logprob
 from minitransformer.weights_stamp import WeightsStamp
+
+_LESS = "nothing was updated; lower max_tokens_per_pack, set recompute or freeze parameters"
+_TORN = "an update broke off in AdamW: some masters are new, the model's weights are not; load a saved run"
 
 
 class Learner:
@@ -66,6 +69,7 @@ class Learner:
         self.max_grad_norm, self.max_tokens_per_pack = max_grad_norm, max_tokens_per_pack
         self.parameters, self.frozen = arguments.split(dict(model.named_parameters()), frozen)
         self.step = 0
+        self._torn = False  # AdamW is writing the masters, or broke off
         self._written = self._stamp()
         self._settings = (float(lr), betas, eps, weight_decay)
         try:
@@ -131,7 +135,8 @@ class Learner:
 
         Raises InputError for a bad sample or activations that are not finite, naming the sequence and the position, and
         FloatingPointError for a loss or gradient that is not finite, naming the sample or the first such parameter;
-        then masters, optimizer state and weights are what they were.
+        then masters, optimizer state and weights are what they were. So they are after an InputError for a GPU's
+        memory, unless it says that AdamW broke off.
         """
         loss = PolicyGradient() if loss is None else loss
         samples = arguments.samples(samples)
@@ -139,20 +144,23 @@ class Learner:
         temperatures = arguments.temperatures([s.temperature for s in samples], len(samples))
         packs = self._pack([s.ids for s in samples], [s.prompt_len for s in samples])
         tokens = sum(s.completion_len for s in samples)
+        adamw.refuse_without_room(self.parameters, held=("masters" in vars(self)) + 2 * (self.step > 0))
         totals: dict[str, Tensor] = {}
         log_probs, outputs = {}, {}
         try:
-            for one in packs:
-                log_probs_L = self._log_probs(one, temperatures)
-                for s, lp_L in zip(one.sequences, _split_rows(log_probs_L.detach().cpu(), one.bounds), strict=True):
-                    log_probs[s], outputs[s] = lp_L, loss(lp_L, samples[s], f"sample {s}")
-                    _refuse_non_finite(outputs[s], f"sample {s}")
-                grad_L = torch.cat([outputs[s].grad_L for s in one.sequences]) / tokens
-                log_probs_L.backward(grad_L.to(log_probs_L.device))
-                gradients.accumulate(totals, self.parameters)
+            with naming_memory(f"passes of packs of {self.max_tokens_per_pack} tokens, with gradients", _LESS):
+                for one in packs:
+                    log_probs_L = self._log_probs(one, temperatures)
+                    rows = _split_rows(log_probs_L.detach().cpu(), one.bounds)
+                    for s, lp_L in zip(one.sequences, rows, strict=True):
+                        log_probs[s], outputs[s] = lp_L, loss(lp_L, samples[s], f"sample {s}")
+                        refuse_non_finite(outputs[s], f"sample {s}")
+                    grad_L = torch.cat([outputs[s].grad_L for s in one.sequences]) / tokens
+                    log_probs_L.backward(grad_L.to(log_probs_L.device))
+                    gradients.accumulate(totals, self.parameters)
+                norm = gradients.clip(totals, self.parameters, self.max_grad_norm)
         finally:
             gradients.drop(self.parameters)
-        norm = gradients.clip(totals, self.parameters, self.max_grad_norm)
         self._apply(totals)
         order = range(len(samples))
         done = [(samples[s], log_probs[s], outputs[s]) for s in order]
@@ -161,6 +169,7 @@ class Learner:
     def save(self, path: str | PathLike) -> None:
         """Writes one safetensors file with all that an exact resume needs (see checkpoint.py); atomic."""
         self._refuse_replaced_parameters()
+        self._refuse_torn()
         checkpoint.save(self, path)
 
     def load(self, path: str | PathLike, other_adamw: bool = False) -> None:
@@ -172,6 +181,7 @@ class Learner:
         """
         self._refuse_replaced_parameters()
         checkpoint.load(self, path, other_adamw)
+        self._torn = False
         self.write_weights()
 
     @torch.no_grad()
@@ -223,25 +233,25 @@ class Learner:
     def _refuse_foreign_weights(self) -> None:
         """As far as WeightsStamp sees them: not what is written through .data or NumPy."""
         self._refuse_replaced_parameters()
+        self._refuse_torn()
         for name, stamp in self._stamp().items():
             if stamp != self._written[name]:
                 raise InputError(f"{name} was written by someone else: the masters are stale, make a new Learner")
 
+    def _refuse_torn(self) -> None:
+        if self._torn:
+            raise InputError(_TORN)
+
     def _apply(self, totals: dict[str, Tensor]) -> None:
-        for name, master in self.masters.items():
-            # A parameter that no token reached has a zero gradient, not none: AdamW's moments must still decay.
-            master.grad = totals.pop(name) if name in totals else torch.zeros_like(master)
-        self.optimizer.step()
+        with naming_memory("making masters and moments in FP32", _LESS):
+            adamw.complete(self.optimizer, self.masters, totals)
+        self._torn = True
+        with naming_memory("AdamW", _TORN):
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self.write_weights()
-
-
-def _refuse_non_finite(output: TokenLoss, where: str) -> None:
-    bad_L = ~(torch.isfinite(output.loss_L) & torch.isfinite(output.grad_L))
-    if bad_L.any():
-        token = int(bad_L.nonzero()[0])
-        raise FloatingPointError(f"{where}: loss of completion token {token} is not finite; nothing was updated")
+        self._torn = False
 
 
 def _split_rows(rows_L: Tensor, bounds: Sequence[int]) -> Sequence[Tensor]:

@@ -174,3 +174,11 @@ def _policy_gradient(lp, old, advantage, ref, low, high, kl_coef, loss, grad, ra
             grad[t] = -kl_coef * x - slope
         ratio[t] = r
         kl[t] = x - e
+
+
+def refuse_non_finite(output: TokenLoss, where: str) -> None:
+    """FloatingPointError, naming the first token, for a loss or a derivative that is not finite."""
+    bad_L = ~(torch.isfinite(output.loss_L) & torch.isfinite(output.grad_L))
+    if bad_L.any():
+        token = int(bad_L.nonzero()[0])
+        raise FloatingPointError(f"{where}: loss of completion token {token} is not finite; nothing was updated")

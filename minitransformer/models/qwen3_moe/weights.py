@@ -72,7 +72,7 @@ def load(model_class: type[nn.Module], directory: str | os.PathLike, device: tor
     """model_class(config) with the checkpoint's weights and tokenizer. Raises InputError, then there is no model."""
     from minitransformer.models.qwen3_moe import weights_nvfp4  # which builds on this file
     if weights_nvfp4.is_quantised(directory):
-        return weights_nvfp4.load(model_class, directory).to(device)
+        return weights_nvfp4.load(model_class, directory, device)
     checkpoint = _open(directory)
     tokenizer = load_tokenizer(directory, checkpoint.config.vocab_size)
     with room_on(device, layout.parameter_bytes(checkpoint.config), "the weights in BF16"):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from minitransformer import recipe as recipes
 from minitransformer.checkpoint_files import TensorFiles, first_few
+from minitransformer.devices import require_room
 from minitransformer.errors import InputError
 from minitransformer.models.qwen3_moe.config import Qwen3MoeConfig
 from minitransformer.models.qwen3_moe.nvfp4_config import Quantisation, read_quantisation
@@ -83,8 +84,11 @@ def load_quantised(directory: str | os.PathLike) -> QuantisedCheckpoint:
     return QuantisedCheckpoint(config, stream(checkpoint), experts, recipe)
 
 
-def load(model_class: type[nn.Module], directory: str | os.PathLike) -> nn.Module:
-    """model_class(config) with BF16 parameters, quantised experts and tokenizer. InputError, then there is no model."""
+def load(model_class: type[nn.Module], directory: str | os.PathLike, device: torch.device) -> nn.Module:
+    """model_class(config) with BF16 parameters, quantised experts and tokenizer. InputError, then there is no model.
+
+    Parameters are moved to the device; the experts follow packed, with the first pass.
+    """
     checkpoint = load_quantised(directory)
     tokenizer = load_tokenizer(directory, checkpoint.config.vocab_size)
     model = model_class(checkpoint.config)
@@ -96,7 +100,9 @@ def load(model_class: type[nn.Module], directory: str | os.PathLike) -> nn.Modul
         unfilled.pop(name).copy_(tensor)
     if unfilled:
         raise RuntimeError(f"parameters without a value: {first_few(unfilled)}")
-    return model
+    held = [part for layer in checkpoint.experts.values() for q in layer.values() for part in (q.codes, q.scales)]
+    require_room(device, sum(t.nbytes for t in (*held, *model.parameters())), "the weights in NVFP4 and BF16")
+    return model.to(device)
 
 
 def quantised_layers(directory: str | os.PathLike, config: Qwen3MoeConfig, said: Quantisation) -> list[int]:
