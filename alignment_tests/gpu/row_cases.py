@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 
+from minitransformer.ops.attention import KEY_TILE
 from minitransformer.ops.gpu import (
+    attention_pages,
     copy,
     device,
     dispatch,
@@ -50,6 +52,8 @@ def _routing() -> Iterator[tuple]:
             yield f"router {E} {norm}", router.router_kernel, types, (E, K, norm, E, K, 4, FOUND["router"])
             types = ("*fp32", "*bf16", "*fp32", "*i64", "*bf16", "i32!")
             yield f"router {E} {norm} backward", router.backward_kernel, types, (E, K, norm, 4)
+    types = (*("*bf16",) * 4, "*i64", "*i32", "*i64", "*i32", "i32!", "i32")
+    yield "gather", attention_pages.gather_kernel, types, (KEY_TILE, 256), 8
     yield "plan count", dispatch.count_kernel, ("*i64", "*i32", "i32!", "i32!"), (1024, 128)
     types = ("*i64", "*i32", "*i64", "*i64", "*i64", "*i32", "i32!", "i32!", "i32!")
     for block in (256, 1024):

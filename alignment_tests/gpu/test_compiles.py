@@ -45,7 +45,7 @@ SHARED_LIMIT = 232448  # bytes of shared memory that a CTA of Hopper may have
 EXP = {"fma.rn.f32", "div.rn.f32"}
 ROWS = {
     "rms_norm": {"div.rn.f32", "sqrt.rn.f32"}, "rope": set(), "router": EXP, "qkv": {"div.rn.f32", "sqrt.rn.f32"},
-    "plan": set(), "combine": set(),
+    "plan": set(), "combine": set(), "gather": set(),
     "nvfp4": set(), "mxfp8": {"cvt.rn.satfinite.e4m3x2.f32"}, "refuse": set(), "schedule": set(),
     "combine_weighted": {"fma.rn.f32"}, "copy": set(), "spread": set(), "embedding": set(), "swiglu": EXP,
     "logprob": EXP | {"cvt.rn.f32"},
