@@ -49,6 +49,17 @@ def test_every_number_of_requests(count):
         assert_bits(a.log_probs, b.log_probs, f"request {a.request_id}")
 
 
+@pytest.mark.parametrize("count", [*range(18, 64, 5), 63])
+def test_many_requests_at_once(count):
+    """A stand-in for the model, whose rows tell every key that they saw; most batches are padded to 32 or 64."""
+    texts = list(prompts(count, [3 + i % 4 for i in range(count)]))
+    params = [SamplingParams(6, 1.0, seed=i, ignore_eos=True) for i in range(count)]
+    sampler = poisoned(with_graphs(Sampler(FakeModel(), page_size=4, max_sequences=64)))
+    requests = [Request(*pair) for pair in zip(texts, params, strict=True)]
+    assert_alone(requests, play(sampler, requests))
+    assert max(key[0] for key in sampler.graphs._graphs) == padded(count)
+
+
 def test_only_an_other_storage_or_format_drops_the_graphs():
     model = tiny_model()
     sampler = with_graphs(Sampler(model, page_size=4))
