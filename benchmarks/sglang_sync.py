@@ -18,7 +18,8 @@ from minitransformer.learner.learner import Learner
 from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from minitransformer.models.qwen3_moe.quantise import quantise
 from minitransformer.plugins.sglang.launch import Server
-from minitransformer.plugins.sglang.sync import ROUTES, sync
+from minitransformer.plugins.sglang.send import ROUTES
+from minitransformer.plugins.sglang.sync import sync
 from minitransformer.recipe import get
 
 RECIPES = {"bf16": "bf16", "nvfp4": "nvfp4_per_token"}

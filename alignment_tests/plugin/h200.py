@@ -28,7 +28,8 @@ from minitransformer.errors import InputError
 from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from minitransformer.models.qwen3_moe.quantise import quantise
 from minitransformer.plugins.sglang.client import Client
-from minitransformer.plugins.sglang.sync import ROUTES, SyncReport
+from minitransformer.plugins.sglang.send import ROUTES
+from minitransformer.plugins.sglang.sync import SyncReport
 from minitransformer.recipe import get
 
 

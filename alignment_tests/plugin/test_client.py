@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from minitransformer.errors import InputError
-from minitransformer.plugins.sglang.client import Client, url_of
+from minitransformer.plugins.sglang.client import Client
 
 
 @pytest.fixture
@@ -130,9 +130,3 @@ def test_a_refusal_is_no_other_server(answering, code):
     told = "it is no SGLang server" if code in (404, 405) else rf"server_info: the server refuses \({code}\): not now$"
     with pytest.raises(InputError, match=told):
         client.about()
-
-
-def test_what_has_no_url_is_refused():
-    assert url_of("http://a:1") == url_of(Client("http://a:1")) == "http://a:1"
-    with pytest.raises(InputError, match="object: expected .* sglang.Engine has no port"):
-        url_of(object())

@@ -6,7 +6,8 @@ from alignment_tests.plugin import engines, laws
 from alignment_tests.plugin.test_engine import P
 from minitransformer.cli import main
 from minitransformer.learner.learner import Learner
-from minitransformer.plugins.sglang.sync import ROUTES, sync
+from minitransformer.plugins.sglang.send import ROUTES
+from minitransformer.plugins.sglang.sync import sync
 
 pytestmark = pytest.mark.sglang
 

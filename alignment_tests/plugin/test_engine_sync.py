@@ -22,7 +22,8 @@ from minitransformer.models.qwen3_moe.quantise import quantise
 from minitransformer.plugins.sglang import group
 from minitransformer.plugins.sglang import sync as sync_module
 from minitransformer.plugins.sglang.align import align_engine
-from minitransformer.plugins.sglang.sync import ROUTES, sync
+from minitransformer.plugins.sglang.send import ROUTES
+from minitransformer.plugins.sglang.sync import sync
 from minitransformer.recipe import get
 from minitransformer.sampler.sequence import SamplingParams
 

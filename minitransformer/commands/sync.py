@@ -46,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.to.startswith(("http://", "https://")):
         raise InputError(f"--to {args.to}: expected http://host:port")
     from minitransformer.plugins.sglang.client import LONGEST, QUICK, Client
-    from minitransformer.plugins.sglang.sync import require_route, sync
+    from minitransformer.plugins.sglang.send import require_route
+    from minitransformer.plugins.sglang.sync import sync
 
     if not 0 < args.timeout <= LONGEST:
         raise InputError(f"--timeout {args.timeout:g} must be above 0 and at most {LONGEST:g}")

@@ -195,7 +195,7 @@ class Learner:
     def sync(self, to, **options):
         """Sends the weights to an SGLang server and proves that they are there; see plugins/sglang/sync.py.
 
-        to: 'http://host:port' or a launch.Server. -> SyncReport; InputError if anything failed or is not proven equal.
+        to: 'http://host:port', a launch.Server or an sglang.Engine. -> SyncReport; InputError if not proven equal.
         """
         from minitransformer.plugins.sglang.sync import sync
 

@@ -1,5 +1,6 @@
 """Talks to an SGLang server over HTTP: standard library only, ids in, ids and log-probs out."""
 
+import copy
 import http.client
 import json
 import urllib.error
@@ -55,13 +56,10 @@ def checked(url: str) -> str:
     return url.rstrip("/")
 
 
-def url_of(server: Any) -> str:
-    """Of a URL, a Client or a launch.Server. InputError for what has none, such as an sglang.Engine."""
-    url = server if isinstance(server, str) else getattr(server, "url", None)
-    if not isinstance(url, str):
-        what = "an sglang.Engine has no port to ask for a proof: start a server instead"
-        raise InputError(f"{type(server).__name__}: expected 'http://host:port', a Client or a launch.Server; {what}")
-    return url
+def _patience(timeout: float) -> float:
+    if not 0 < timeout <= LONGEST:
+        raise InputError(f"timeout {timeout:g}: give seconds, more than 0 and at most {LONGEST:g}")
+    return timeout
 
 
 class Refused(InputError):
@@ -76,9 +74,13 @@ class Client:
     """url: 'http://host:port'; timeout: seconds of one answer. Raises InputError for a server that does not answer."""
 
     def __init__(self, url: str, timeout: float = 600) -> None:
-        if not 0 < timeout <= LONGEST:
-            raise InputError(f"timeout {timeout:g}: give seconds, more than 0 and at most {LONGEST:g}")
-        self.url, self.timeout = checked(url), timeout
+        self.url, self.timeout = checked(url), _patience(timeout)
+
+    def within(self, timeout: float) -> "Client":
+        """A client of the same server, with another timeout."""
+        other = copy.copy(self)
+        other.timeout = _patience(timeout)
+        return other
 
     def call(self, path: str, body: Any = None) -> Any:
         """GET, or POST of JSON -> the answer: of JSON, or text. InputError names the server's state."""

@@ -80,7 +80,7 @@ def _leave(client: Client, name: str, end: Callable[[], Any]) -> None:
     ending = Thread(target=end, daemon=True)
     ending.start()
     with suppress(Exception):  # the server may be gone, or have no such group; an error before this is the one to tell
-        leaving = Client(client.url, min(client.timeout, LEAVE_TIMEOUT))
+        leaving = client.within(min(client.timeout, LEAVE_TIMEOUT))
         leaving.call("/destroy_weights_update_group", {"group_name": name})
     ending.join(LEAVE_TIMEOUT)
 

@@ -26,6 +26,7 @@ from minitransformer.checkpoint_files import replacing_directory, write_json, wr
 from minitransformer.errors import InputError
 from minitransformer.plugins.sglang.identity import gpu
 
+ROUTES = ("tensor", "disk", "distributed")
 SHARED_MEMORY = "/dev/shm"
 ALIGNMENT = 16  # bytes: a view of any type may begin there
 SHARD_BYTES = 4 * 10**9
@@ -48,6 +49,16 @@ class _Call:
 
 _handles: dict[int, tuple[StorageWeakRef, _Call]] = {}  # by address
 _handing = threading.Lock()
+
+
+def require_route(route: str | None, backend: str | None, directory: str | Path | None = None) -> None:
+    """InputError for a route that is none, and for a backend or a directory without its route."""
+    if route not in (None, *ROUTES):
+        raise InputError(f"route {route!r} is not supported; choose {', '.join(ROUTES[:-1])} or {ROUTES[-1]}")
+    if backend is not None and route != "distributed":
+        raise InputError(f"backend {backend!r} is of the route distributed; choose that route, or leave it out")
+    if directory is not None and route not in (None, "disk"):
+        raise InputError(f"directory {str(directory)!r} is of the route disk; choose that route, or leave it out")
 
 
 def default_route(url: str, directory: str | Path | None, here: str | None, there: str | None) -> str:

@@ -31,14 +31,14 @@ from minitransformer.models.qwen3_moe.quantise import expert_tensors
 from minitransformer.ops.nvfp4 import Nvfp4
 from minitransformer.plugins.sglang import send
 from minitransformer.plugins.sglang.checksums import hashed, unlike
-from minitransformer.plugins.sglang.client import Client, url_of
+from minitransformer.plugins.sglang.client import Client
 from minitransformer.plugins.sglang.group import by_group
 from minitransformer.plugins.sglang.identity import gpu, refuse_for_stock, require_same
+from minitransformer.plugins.sglang.in_process import client_of
 
 if TYPE_CHECKING:
     from minitransformer.learner.learner import Learner
 
-ROUTES = ("tensor", "disk", "distributed")
 PROBE_PROMPT, PROBE_NEW = 48, 8
 STATE_TIMEOUT = 10  # seconds, of the questions after an update that failed
 TAKEN = "the server has said that the new weights are in, which is not proven; sync again"
@@ -49,8 +49,7 @@ Packed = dict[str, Nvfp4]  # by our parameter's name without ".weight": layers.3
 class SyncReport:
     """What was sent, and what was proven.
 
-    tensors, bytes   sent;  packed  of how many layers in NVFP4
-    seconds          of quantise, send, load, prove
+    tensors, bytes   sent;  packed  of how many layers in NVFP4;  seconds  of quantise, send, load, prove
     checked          tensors whose checksums were compared: 0 with a stock server, which has none
     differing        names of those that differ
     probe            of the probe prompt: the learner's log-probs against the server's
@@ -102,17 +101,16 @@ def sync(
 ) -> SyncReport:
     """Sends the weights of learner.model to a server and compares; the report says whether they arrived.
 
-    to: 'http://host:port', a Client or a launch.Server. route: of ROUTES; None: tensor for a server on this host, but
-    distributed if it is on another GPU; disk for another host, or if a directory is given. directory: where the disk
-    route may write, readable by the server (default: the temporary directory). backend: of the distributed route's
-    group, 'nccl' or 'gloo' (group.py).
+    to: 'http://host:port', a Client, a launch.Server or an sglang.Engine of this process. route: of send.ROUTES; None:
+    tensor for a server on this host, but distributed if it is on another GPU; disk for another host, or if a directory
+    is given. directory: where the disk route may write, readable by the server (default: the temporary directory).
+    backend: of the distributed route's group, 'nccl' or 'gloo' (group.py).
     InputError, with the server's state, if it refuses, does not answer within `timeout` seconds or runs another model.
     """
-    client = Client(url_of(to), timeout)
-    require_route(route, backend)
-    model, seconds = learner.model, dict[str, float]()
+    client = client_of(to, timeout)
+    send.require_route(route, backend)
     client.about()
-    before = client.identity()
+    model, seconds, before = learner.model, dict[str, float](), client.identity()
     here, there = gpu(model.device), None if before is None else before.get("gpu")
     route = route or send.default_route(client.url, directory, here, there)
     if before is None:
@@ -151,16 +149,6 @@ def sync(
         client.url, route, before is None, len(tensors), size, layers, seconds, len(expected), differing, probe,
         unverified(model.device),
     )  # fmt: skip
-
-
-def require_route(route: str | None, backend: str | None, directory: str | Path | None = None) -> None:
-    """InputError for a route that is none, and for a backend or a directory without its route."""
-    if route not in (None, *ROUTES):
-        raise InputError(f"route {route!r} is not supported; choose {', '.join(ROUTES[:-1])} or {ROUTES[-1]}")
-    if backend is not None and route != "distributed":
-        raise InputError(f"backend {backend!r} is of the route distributed; choose that route, or leave it out")
-    if directory is not None and route not in (None, "disk"):
-        raise InputError(f"directory {str(directory)!r} is of the route disk; choose that route, or leave it out")
 
 
 def _quantise(model: Any, server: Mapping[str, Any] | None) -> Packed:
@@ -217,15 +205,15 @@ def _load(client: Client, path: str, body: Any, before: Mapping | None, expected
         if told.get("success"):
             return
         said, answered = f"{client.url}{path}: {told.get('message')}", isinstance(answer, dict)
-    raise InputError(f"{said}. State: {_state(client.url, before, expected, answered)}")
+    raise InputError(f"{said}. State: {_state(client, before, expected, answered)}")
 
 
-def _state(url: str, before: Mapping | None, expected: Callable[[], dict[str, str]], answered: bool) -> str:
+def _state(client: Client, before: Mapping | None, expected: Callable[[], dict[str, str]], answered: bool) -> str:
     """answered: the update is over; else it may still be on its way to the scheduler."""
     again = "don't sample from it; sync again, which sends everything, or restart it"
     if before is None:
         return f"unknown, a stock SGLang can't say what it holds; {again}"
-    asking = Client(url, timeout=STATE_TIMEOUT)
+    asking = client.within(STATE_TIMEOUT)
     try:
         now = asking.identity()
         if now is None:

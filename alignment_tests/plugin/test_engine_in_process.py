@@ -1,0 +1,29 @@
+"""`learner.sync(engine)` with an sglang.Engine object, on the CPU; in_process.py runs there."""
+
+import subprocess
+import sys
+
+import pytest
+
+from minitransformer.models.qwen3_moe.nvfp4_layout import MODELOPT
+from minitransformer.models.qwen3_moe.quantise import quantise
+from minitransformer.plugins.sglang.launch import environment
+from minitransformer.recipe import get
+
+pytestmark, RECIPE = pytest.mark.sglang, "nvfp4_per_token"
+
+
+def run(*arguments: object) -> None:
+    command = [sys.executable, "-m", "alignment_tests.plugin.in_process", *map(str, arguments)]
+    done = subprocess.run(command, env=environment(cpu=True), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and done.stdout.endswith("all held\n"), done.stdout[-1000:] + done.stderr[-4000:]
+
+
+def test_an_engine_of_the_same_process(checkpoint):
+    run(checkpoint)
+
+
+@pytest.mark.slow  # another engine
+def test_one_with_packed_experts(checkpoint, tmp_path):
+    quantise(checkpoint, tmp_path / "packed", get(RECIPE), MODELOPT)
+    run(tmp_path / "packed", RECIPE)
