@@ -85,6 +85,14 @@ def test_a_timeout_that_no_socket_takes(timeout):
         Client("http://h:1", timeout)
 
 
+def test_no_proxy_stands_before_a_server_of_this_machine(answering, monkeypatch):
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    answering.raw = said(b'{"a": 1}')
+    assert Client(f"http://127.0.0.1:{answering.server_port}", timeout=20).call("/x") == {"a": 1}
+
+
 def test_a_host_whose_name_no_resolver_takes():
     with pytest.raises(InputError, match="no server answers"):
         Client("http://" + "a" * 300, timeout=2).about()
