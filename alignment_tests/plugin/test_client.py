@@ -2,6 +2,7 @@
 
 import http.server
 import threading
+import urllib.request
 
 import pytest
 
@@ -89,6 +90,7 @@ def test_no_proxy_stands_before_a_server_of_this_machine(answering, monkeypatch)
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setattr(urllib.request, "_opener", None)  # it knows the environment as it was
     answering.raw = said(b'{"a": 1}')
     assert Client(f"http://127.0.0.1:{answering.server_port}", timeout=20).call("/x") == {"a": 1}
 
