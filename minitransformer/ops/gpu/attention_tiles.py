@@ -42,7 +42,7 @@ def _keys(
 
 @triton.jit
 def _fold(acc, m, l, acc_s, m_s, l_s):
-    """A segment after the ones before; an empty one (-1e30, 0, 0) on either side changes no bit."""
+    """A segment after those before; an empty one (-1e30, 0, 0) on either side changes no bit: no chain ends in -0."""
     top = tl.maximum(m, m_s)
     old, new = tl.exp2(m - top), tl.exp2(m_s - top)
     return acc * old[:, None] + acc_s * new[:, None], top, l * old + l_s * new
