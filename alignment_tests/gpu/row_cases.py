@@ -96,8 +96,8 @@ def _rest() -> Iterator[tuple]:
     types = ("*fp32", "*fp32", "*i64", "*fp32", "*fp32", "fp32", "i32")
     yield "logprob backward", logprob.backward_kernel, types, (1024,)
     types = ("*fp32", "*i64", "*i64", "*fp32", "*i64", "*fp64", "*i32", "*fp32", "i32!")
-    for cut in (False, True):
-        yield f"sample best {cut}", sample.best_kernel, types, (sample.BLOCK, cut, sample.WIDE)
+    for cut, block in ((False, 1024), (True, 1024), (False, 8192)):  # few rows, many
+        yield f"sample best {cut} {block}", sample.best_kernel, types, (block, cut, sample.WIDE)
     types = ("*fp64", "*i32", "*fp32", "*fp32", "*i64", "*i32", "i32!")
     for slot in (FOUND["sample"], -1):
         yield f"sample pick {slot}", sample.pick_kernel, types, (256, slot)

@@ -151,9 +151,8 @@ def _tiles(schedule, q, k, v, batch: Batch, positions, key_rows, bounds, longest
         T * N, N // G, H,
     )  # fmt: skip
     if isinstance(schedule, Alone | Cluster):
-        parts, kernel = (o, m_s, l_s, acc_s if split else None), attention_warp
-        if isinstance(schedule, Cluster):
-            kernel = attention_cluster
+        parts = o, m_s, l_s, acc_s if split else None
+        kernel = attention_warp if isinstance(schedule, Alone) else attention_cluster
         kernel.launch(*schedule, longest, q, k, v, positions, key_rows, bounds, parts, segments)
     elif isinstance(schedule, Decode):
         attention_decode.decode_kernel[(pairs, batch.num_sequences)](
