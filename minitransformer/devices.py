@@ -15,6 +15,7 @@ HOPPER = (9, 0)
 OPERATORS = Path(__file__).resolve().parent / "ops"
 _FOREVER = 1 << 62
 _allowed = False
+_refused: dict[torch.device, str] = {}
 
 
 def resolve(name: str | torch.device) -> torch.device:
@@ -45,7 +46,12 @@ def resolve(name: str | torch.device) -> torch.device:
 
 @lru_cache
 def unverified(device: torch.device) -> str | None:
-    """The sentence that says why a GPU's bits are not known to be the spec's; None for a Hopper GPU and elsewhere."""
+    """The sentence that says why a GPU's bits are not known to be the spec's, or are not; None elsewhere.
+
+    A Hopper GPU has them unless its self-checks found otherwise (tuning/reverify.py).
+    """
+    if device in _refused:
+        return _refused[device]
     if device.type != "cuda" or torch.cuda.get_device_capability(device) == HOPPER:
         return None
     major, minor = torch.cuda.get_device_capability(device)
@@ -55,8 +61,14 @@ def unverified(device: torch.device) -> str | None:
     )
 
 
+def refuse(device: torch.device, why: str) -> None:
+    """From now on this GPU is one whose bits are not the spec's, for this process."""
+    _refused[device] = why
+    unverified.cache_clear()
+
+
 def allow_unverified(allow: bool = True) -> None:
-    """Whether the operators may run on GPUs other than Hopper. Reports then carry the sentence of `unverified`."""
+    """Whether the operators may run on GPUs that `unverified` has a sentence for. Reports then carry it."""
     global _allowed
     _allowed = allow
 

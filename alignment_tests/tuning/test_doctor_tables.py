@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="the GPU's modules need Triton")
 
 from minitransformer.cli import main
 from minitransformer.ops import gpu, linear
-from minitransformer.tuning import checks, machine, table, tune
+from minitransformer.tuning import checks, machine, reverify, table, tune
 from minitransformer.tuning.table import Product, Row, Table
 
 ROWS = [Row(Product("linear", 1, 64, 128), M, (16, 16, 16, 4, 3), 1.0, "mm", 0.5) for M in (1, 3)]
@@ -26,6 +26,8 @@ def doctor(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(machine, "specs", lambda: facts)
     for name in ("_cpu", "_offline", "_sglang"):  # what they find has its own tests
         monkeypatch.setattr(checks, name, lambda *seed: checks.Check("other", "ok", "") if not seed else [])
+    monkeypatch.setattr(checks, "_operators", lambda home: [])
+    monkeypatch.setattr(reverify, "unlike", lambda home: None)
     verify = tune.verify
     monkeypatch.setattr(tune, "verify", lambda row, home, seed: verify(row, torch.device("cpu"), seed))
     forward = linear.forward

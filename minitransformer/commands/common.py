@@ -49,7 +49,7 @@ def add_device(command: argparse.ArgumentParser) -> None:
 
 
 def add_allow_unverified(command: argparse.ArgumentParser) -> None:
-    why = "run on a GPU that is no Hopper too, where no bits were compared; the report says so"
+    why = "run on a GPU too that is no Hopper, or on which an operator has other bits; the report says so"
     command.add_argument("--allow-unverified", action="store_true", help=why)
 
 

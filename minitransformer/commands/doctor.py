@@ -1,8 +1,8 @@
 """What this machine can run with the spec's bits, what it can't, and why.
 
-Compares the CPU's matrix product with its definition, compiles a kernel for Hopper, and on a GPU holds every choice of
-the table (which schedule or library for which shape) to the CPU's bits on fresh operands. --tune proves and times all
-candidates and keeps the fastest in a table of this machine's own.
+Compares the CPU's matrix product with its definition, compiles a kernel for Hopper, and on a GPU holds every operator,
+forward and backward, and every choice of the table (which schedule or library for which shape) to the CPU's bits.
+--tune proves and times all candidates and keeps the fastest in a table of this machine's own.
 Exit status 0 if whatever this machine can run has the spec's bits, 1 if something has not, 2 for bad input. A machine
 without a GPU, or with one that is no Hopper, is no failure: the CPU runs everything.
 

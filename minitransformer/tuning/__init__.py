@@ -6,5 +6,7 @@
     judge.py     candidates, and who is refused or fastest
     subject.py   a product on a GPU: operands, reference, candidates, clock
     tune.py      makes and verifies a table
+    selfcheck/   every operator on small inputs, on the CPU and on a GPU
+    reverify.py  when the self-checks run by themselves, and what follows
     checks.py    what `minitransformer doctor` finds out
 """

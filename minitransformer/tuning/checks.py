@@ -10,7 +10,7 @@ import torch
 
 from minitransformer.devices import unverified, unverified_allowed
 from minitransformer.errors import InputError
-from minitransformer.tuning import machine, proof, table
+from minitransformer.tuning import machine, proof, reverify, table
 
 # ok: compared, and the bits are the spec's; or as tested, where nothing is compared. failed: they are not. warning: not
 # the machine, or the SGLang, it was verified on.
@@ -117,7 +117,23 @@ def _gpu(home: torch.device, seed: int, say: Callable[[str], None]) -> Iterator[
         if not unverified_allowed():
             return
         yield Check("unverified", "warning", f"what follows ran on {home} all the same, as asked")
-    yield from _choices(home, facts, seed, say)
+    elif reverify.unlike(home):
+        text = f"not those that were verified ({reverify.unlike(home)}): every operator is compared on first use"
+        yield Check("versions", "warning", text)
+    with reverify.unasked():
+        yield from _operators(home)
+        yield from _choices(home, facts, seed, say)
+
+
+def _operators(home: torch.device) -> Iterator[Check]:
+    """The self-checks; what they found is what the next first use goes by."""
+    found = []
+    for result in reverify.results(home):
+        found.append(result)
+        text = f"{result.outputs:,} outputs compared with the CPU's, none differs"
+        yield Check(result.name, "failed" if result.wrong else "ok", result.wrong or text)
+    if reverify.unlike(home):
+        reverify.keep(home, found)
 
 
 def _choices(home: torch.device, facts: dict, seed: int, say: Callable[[str], None]) -> Iterator[Check]:

@@ -14,7 +14,7 @@ KINDS = ("normal", "absorbing", "wide", "tiny", "finite", "special")
 _FIELDS = {"wide": (90, 165), "tiny": (0, 64), "finite": (0, 255)}  # exponent fields, first and past the last
 # All of them in one matrix, row by row; the first row shows a split sum.
 MIXED = ("absorbing", "special", "absorbing", "wide", "normal", "tiny", "finite")
-_INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
+_INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -67,20 +67,25 @@ def operands(kind: str, M: int, N: int, K: int, seed: int, device="cuda") -> tup
     return operand(kind, M, K, gen, True), operand(kind, N, K, gen, False)
 
 
+def _bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(_INTEGERS[x.dtype]) if x.dtype in _INTEGERS else x
+
+
 def differing(got: Tensor, want: Tensor) -> Tensor:
-    """Where the bits of two BF16 or FP32 tensors of one shape differ."""
+    """Where the bits of two tensors of one shape, of floats or integers, differ."""
     if got.dtype != want.dtype or got.shape != want.shape:
         raise ValueError(f"{got.dtype} {tuple(got.shape)} cannot be compared with {want.dtype} {tuple(want.shape)}")
-    return got.contiguous().view(_INTEGERS[got.dtype]) != want.contiguous().view(_INTEGERS[want.dtype])
+    return _bits(got) != _bits(want)
 
 
 def first_difference(got: Tensor, want: Tensor) -> Difference | None:
-    """None if [rows, columns] have the same bits."""
+    """None if [rows, ...] have the same bits; a row's elements count as its columns, whatever their shape."""
     wrong = differing(got, want)
     count = int(wrong.sum())
     if count == 0:
         return None
-    row, column = divmod(int(wrong.reshape(-1).to(torch.uint8).argmax()), wrong.shape[1])
-    mask = 0xFFFF if got.dtype == torch.bfloat16 else 0xFFFFFFFF
-    bits = [int(x[row, column].view(_INTEGERS[x.dtype])) & mask for x in (got, want)]
-    return Difference(row, column, *bits, count, wrong.numel())
+    place = int(wrong.reshape(-1).to(torch.uint8).argmax())
+    columns = wrong[:1].numel() if wrong.dim() else 1
+    mask = (1 << 8 * got.dtype.itemsize) - 1
+    bits = [int(_bits(x).reshape(-1)[place]) & mask for x in (got, want)]
+    return Difference(*divmod(place, columns), *bits, count, wrong.numel())

@@ -36,6 +36,7 @@ FAULTS = {
 }
 _SLOT_OF = {op: i for i, op in enumerate(FAULTS)}
 _NO_ROW = 2**31 - 1
+_verified: set[torch.device] = set()
 _LAYERS, _SLOTS = 1024, 16  # a layer's slots begin at a multiple of 64 bytes, so that one compiled kernel serves all
 
 
@@ -52,11 +53,23 @@ def take(op: str, home: torch.device, dtype: torch.dtype, *tensors: Tensor) -> l
             raise UnsupportedDevice(f"{op}: one tensor is on {home}, another on {tensor.device}; move them together")
         if tensor.dtype != dtype:
             raise TypeError(f"{op}: expected a {dtype} tensor, got {tensor.dtype} of shape {tuple(tensor.shape)}")
-    if unverified(home) and not unverified_allowed():
-        raise UnsupportedDevice(f"{op}: {home}: {unverified(home)}; --allow-unverified runs it all the same")
+    if home not in _verified:
+        _admit(op, home)
     if torch.is_grad_enabled():
         return [tensor.detach().contiguous() for tensor in tensors]
     return [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
+
+
+def _admit(op: str, home: torch.device) -> None:
+    """UnsupportedDevice where a GPU's bits are not the spec's, or are not known to be, unless that is allowed."""
+    from minitransformer.tuning import reverify  # which builds on the operators
+
+    settled = reverify.first_use(home)
+    if unverified(home):
+        if not unverified_allowed():
+            raise UnsupportedDevice(f"{op}: {home}: {unverified(home)}; --allow-unverified runs it all the same")
+    elif settled and home.type == "cuda":
+        _verified.add(home)
 
 
 def slot(op: str) -> int:
