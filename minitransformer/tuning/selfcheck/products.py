@@ -1,8 +1,9 @@
-"""The products, by the schedules that are chosen and those of the package's table, and attention."""
+"""The products and attention, by the schedules that are chosen and, on a GPU, by those that other sizes take."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,12 @@ def _tiles_of_the_table(op: str, home: torch.device) -> list[tuple]:
     return [gpu.tiles.Tile(*tile) for tile in sorted({row.tile for row in rows})]
 
 
+def _also(pair: Pair, home: torch.device, runs: Iterable[tuple[Any, Callable]], *operands: Any) -> Iterator[Pair]:
+    """The case once more by other schedules."""
+    for name, run in runs:
+        yield Pair(f"{pair.what}, {name}", cases.on_gpu(run, operands, home), pair.want)
+
+
 @check("linear")
 def _linear(home: torch.device) -> Iterator[Pair]:
     for M, out in ((1, BF16), (9, FP32), (40, BF16), (300, FP32), (2100, BF16)):
@@ -35,27 +42,38 @@ def _linear(home: torch.device) -> Iterator[Pair]:
         yield Pair(f"tile {tile}", cases.on_gpu(run, (rows, w), home), [want[: len(rows)]])
     x, w, dy = values(8, 150, 192), values(9, 136, 192), values(10, 150, 136)
     for d in (dy, cases.wide_fp32(numbers(11, 150, 136))):
-        yield both(f"gradients of {d.dtype}", home, linear.backward, d, x, w)
+        chosen = both(f"gradients of {d.dtype}", home, linear.backward, d, x, w)
+        yield chosen
+        if home.type == "cuda" and d is dy:
+            tiles = ((tile, partial(_gradients_by, tile)) for tile in gpu.linear_backward.CANDIDATES)
+            yield from _also(chosen, home, tiles, d, x, w)
+
+
+def _gradients_by(tile: tuple, dy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    product = gpu.linear_backward.product
+    return product(dy, w, False, tile), product(dy, x, True, tile)
 
 
 @check("grouped_linear")
 def _grouped_linear(home: torch.device) -> Iterator[Pair]:
     plan, R, E, N, K = cases.uneven_plan(), sum(COUNTS), len(COUNTS), 136, 192
-    x, w, weights = (
-        values(12, R, K),
-        values(13, E, N, K, left=False),
-        cases.integers(14, 1000, *plan.rows_TK.shape) / 512,
-    )
+    x, w = values(12, R, K), values(13, E, N, K, left=False)
+    weights = cases.integers(14, 1000, *plan.rows_TK.shape) / 512
     for op, scale in (("grouped_linear", None), ("grouped_linear weighted", weights)):
         chosen = both(op, home, grouped_linear.forward, x, w, plan, scale)
         yield chosen
-        for tile in _tiles_of_the_table(op, home):
-            run = partial(gpu.grouped_linear.forward, tile=tile)
-            yield Pair(f"{op}, tile {tile}", cases.on_gpu(run, (x, w, plan, scale), home), chosen.want)
+        tiles = ((tile, partial(gpu.grouped_linear.forward, tile=tile)) for tile in _tiles_of_the_table(op, home))
+        yield from _also(chosen, home, tiles, x, w, plan, scale)
+    N, K = 192, 256
     x, w, dy = numbers(15, R, K), numbers(16, E, N, K), numbers(17, R, N)
     for scale, form in itertools.product((None, weights), ("bf16", "mxfp8")):
         run = partial(grouped_linear.backward, backward_format=form)
-        yield both(f"gradients {form}, weighted {scale is not None}", home, run, dy, x, w, plan, scale)
+        chosen = both(f"gradients {form}, weighted {scale is not None}", home, run, dy, x, w, plan, scale)
+        yield chosen
+        if home.type == "cuda" and form == "bf16":
+            back = gpu.grouped_linear_backward
+            tiles = ((tile, partial(back.backward, tiles=(tile, tile, back.DW))) for tile in back.DX_CANDIDATES)
+            yield from _also(chosen, home, tiles, dy, x, w, plan, scale)
 
 
 def _paged(k: Tensor, v: Tensor, lengths: list[int], starts: list[int], page: int) -> tuple[Tensor, Tensor, Batch]:
@@ -90,4 +108,10 @@ def _attention(home: torch.device) -> Iterator[Pair]:
         rows = torch.cat([torch.arange(b + a, b + n) for b, a, n in zip(begins, starts, lengths, strict=False)])
         k, v, batch = _paged(k, v, lengths, starts, 16)
         what = f"paged, the last {queries} of {lengths}, heads of {H}"
-        yield both(what, home, attention.forward, q[rows], k, v, batch)
+        chosen = both(what, home, attention.forward, q[rows], k, v, batch)
+        yield chosen
+        if home.type == "cuda" and lengths[0] > 1024:
+            every = gpu.attention.CANDIDATES
+            runs = ((s, partial(gpu.attention.forward, schedule=s)) for s in every
+                    if gpu.attention.fits(s, queries, N // G, H))  # fmt: skip
+            yield from _also(chosen, home, runs, q[rows], k, v, batch)
