@@ -130,7 +130,7 @@ def results(home: torch.device) -> Iterator[Result]:
 def _compared(name: str, check, home: torch.device) -> Result:
     from minitransformer.ops import gpu
 
-    count, what = 0, "its first case"
+    count, what = 0, None
     try:
         for what, got, want in check(home):
             for a, b in zip(got, want, strict=True):
@@ -144,7 +144,7 @@ def _compared(name: str, check, home: torch.device) -> Result:
         raise
     except Exception as error:  # does not compile or run under these versions, whatever kind that is
         why = str(error.__cause__ or error).strip().partition("\n")[0][:200]
-        return Result(name, count, f"after {what!r}: {type(error).__name__}: {why}")
+        return Result(name, count, f"{f'after {what!r}: ' if what else ''}{type(error).__name__}: {why}")
     return Result(name, count)
 
 
