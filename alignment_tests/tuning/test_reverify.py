@@ -93,11 +93,16 @@ def test_on_others_every_operator_is_compared_once_and_that_is_kept(gpu, tmp_pat
 
 
 def stale_stamps_are_none(gpu):
-    for n, versions in enumerate(({"torch": "2.99.0"}, {"triton": "3.9"}, {"driver": "1"}, {"gpu": "NVIDIA H100"}), 1):
+    for n, versions in enumerate(({"torch": "2.99.0"}, {"triton": "3.9"}, {"cuda": "1"}, {"gpu": "NVIDIA H100"}), 1):
         gpu.runs = 0
         gpu.forget(**versions)
         gpu.use()
         assert gpu.runs == 1, f"{versions} were not compared ({n})"
+
+
+def test_another_driver_gets_the_same_machine_code(gpu):
+    gpu.forget(driver="1")
+    assert gpu.use() == [] and gpu.runs == 0
 
 
 def test_a_stamp_of_other_versions_or_sources_is_none(gpu, monkeypatch):

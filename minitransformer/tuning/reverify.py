@@ -1,6 +1,6 @@
 """A GPU under versions that were not verified: every operator is compared with the CPU before its first result is used.
 
-Verified is what the package's table was made on: GPU, driver, CUDA, torch, Triton, cuBLAS. There nothing is run. On any
+Verified is what the package's table was made on: GPU, CUDA, torch, Triton, cuBLAS. There nothing is run. On any
 other Hopper GPU the first operator waits for the self-checks; what they found is kept for the process, and, if every
 bit agrees, in a stamp in the user's cache, named by versions and sources. Where a bit differs the GPU is refused as one
 that is no Hopper is (devices.py): --allow-unverified goes on, and every report then says so.
@@ -24,7 +24,8 @@ from minitransformer.errors import InputError, UnsupportedDevice
 from minitransformer.files import replacing_file
 from minitransformer.tuning import machine, proof, table
 
-SWITCHES = ("environment", "blas")  # of libraries alone, whose products are proven again under others (choice.py)
+# Of libraries alone, whose products are proven again under others (choice.py). Our kernels reach the driver as machine code.
+OF_LIBRARIES = ("environment", "blas", "driver")
 _settled: set[torch.device] = set()
 _settling = threading.Lock()
 _checking: set[int] = set()  # threads whose operators are the self-checks' own
@@ -41,7 +42,7 @@ class Result:
 
 def facts(home: torch.device) -> dict[str, str]:
     """What decides whether a GPU's bits are known."""
-    return {name: value for name, value in machine.gpu(home).items() if name not in SWITCHES}
+    return {name: value for name, value in machine.gpu(home).items() if name not in OF_LIBRARIES}
 
 
 @lru_cache
@@ -51,7 +52,7 @@ def unlike(home: torch.device) -> str | None:
         there = table.read(table.SHIPPED).machine
     except InputError as error:
         return str(error)
-    there = {name: value for name, value in there.items() if name not in SWITCHES}
+    there = {name: value for name, value in there.items() if name not in OF_LIBRARIES}
     return "; ".join(machine.differences(facts(home), there)) or None
 
 
