@@ -24,7 +24,7 @@ from minitransformer.errors import InputError, UnsupportedDevice
 from minitransformer.files import replacing_file
 from minitransformer.tuning import machine, proof, table
 
-# Of libraries alone, whose products are proven again under others (choice.py). Our kernels reach the driver as machine code.
+# Of libraries, whose products are proven again under others (choice.py). The driver gets our kernels as machine code.
 OF_LIBRARIES = ("environment", "blas", "driver")
 _settled: set[torch.device] = set()
 _settling = threading.Lock()
