@@ -12,12 +12,15 @@ from minitransformer.models.qwen3_moe.layout import parameter_bytes
 
 def test_the_cpu_is_the_default():
     assert devices.resolve("cpu") == torch.device("cpu") == tiny_model().device
+    assert devices.resolve("cpu:0") == devices.resolve(torch.device("cpu", 0)) == torch.device("cpu")
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("gpu", "'gpu' is not known; choose cpu, cuda or cuda:N"), ("mps", "'mps': the operators run on cpu and cuda")],
-)
+    [("gpu", "'gpu' is not known; choose cpu, cuda or cuda:N"), ("mps", "'mps': the operators run on cpu and cuda"),
+     ("", "'' is not known"), ("cuda:-1", "'cuda:-1' is not known"), ("cuda:99999999999", "'cuda:9+' is not known"),
+     ("cpu:3", "'cpu:3': there is one, cpu"), ("cpu:256", "'cpu:256': there is one")],
+)  # fmt: skip
 def test_a_device_that_is_not_there(name, message):
     with pytest.raises(InputError, match=message):
         devices.resolve(name)
@@ -45,6 +48,9 @@ def test_gpus_that_are_there(monkeypatch, count, capability, message):
     if message is None:
         assert devices.resolve("cuda:1") == torch.device("cuda", 1)
         assert devices.resolve("cuda") == torch.device("cuda", 0)
+        for beyond in ("cuda:99", "cuda:128", "cuda:256"):  # torch's own index of the last is 0
+            with pytest.raises(InputError, match=f"'{beyond}': there are 2 GPUs, cuda:0 to cuda:1"):
+                devices.resolve(beyond)
         return
     with pytest.raises(InputError, match=message):
         devices.resolve("cuda:1")

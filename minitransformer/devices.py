@@ -24,14 +24,17 @@ def resolve(name: str | torch.device) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise InputError(f"device {str(name)!r} is not known; choose cpu, cuda or cuda:N") from None
+    index = int(str(name).partition(":")[2] or 0)  # torch keeps 8 bits of it: 'cuda:256' would be the first GPU
     if device.type == "cpu":
+        if index:
+            raise InputError(f"device {str(name)!r}: there is one, cpu, which is all cores; use --device cpu")
         return torch.device("cpu")
     if device.type != "cuda":
         raise InputError(f"device {str(name)!r}: the operators run on cpu and cuda only")
     if not torch.cuda.is_available():
         why = "this build of torch has no CUDA" if torch.version.cuda is None else "torch finds no NVIDIA GPU"
         raise InputError(f"device {str(name)!r}: {why} (torch {torch.__version__}); use --device cpu")
-    count, index = torch.cuda.device_count(), device.index or 0
+    count = torch.cuda.device_count()
     if index >= count:
         raise InputError(f"device {str(name)!r}: there are {count} GPUs, cuda:0 to cuda:{count - 1}")
     if find_spec("triton") is None:
