@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from minitransformer.checkpoint_files import SINGLE, replacing_directory, write_json, write_safetensors
+from minitransformer.commands.common import file
 from minitransformer.errors import InputError
 from minitransformer.models.qwen3_moe.config import Qwen3MoeConfig
 from minitransformer.models.qwen3_moe.weights import CHECKPOINT_FILES
@@ -195,7 +196,7 @@ def main() -> int:
         epilog=__doc__.split("\n\n")[-1],
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="checkpoint directory to write")
+    parser.add_argument("--out", type=file, required=True, metavar="DIR", help="checkpoint directory to write")
     parser.add_argument("--variant", choices=("copies", "split"), default="copies", help="default: copies")
     parser.add_argument("--experts", type=int, default=4, metavar="E", help="copies: number of experts (default 4)")
     parser.add_argument("--top-k", type=int, default=2, metavar="K", help="copies: experts a token (default 2)")

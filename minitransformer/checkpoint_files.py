@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minitransformer.errors import InputError
-from minitransformer.files import parse_json, read_text
+from minitransformer.files import holding, named, parse_json, read_text
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -189,32 +189,21 @@ def replacing_directory(directory: str | os.PathLike, own: Iterable[str]) -> Ite
     """A new directory to write into, renamed to `directory` at the end; on an error it is removed.
 
     own: patterns of file names that an existing `directory` may hold and lose. InputError when it holds anything else,
-    or when it can't be written.
+    at the beginning or at the end; when another run is writing it; or when it can't be written.
     """
-    target = Path(directory).resolve()
-    if target.exists():
-        foreign = (
-            [p.name for p in target.iterdir() if not any(p.match(o) for o in own)] if target.is_dir() else ["a file"]
-        )
-        if foreign:
-            raise InputError(
-                f"{directory}: exists and is not just a checkpoint ({first_few(foreign)}); choose another place"
-            )
+    target = named(directory).resolve()
+    _refuse_foreign(directory, target, own)
     made = [folder for folder in target.parents if not folder.exists()]  # the innermost first
     temporary, old = (target.with_name(f".{target.name}.{kind}-{secrets.token_hex(4)}") for kind in ("new", "old"))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary.mkdir()
-        yield temporary
-        # Two renames, because a directory with files can't be renamed over; a complete copy exists at every moment.
-        if target.exists():
-            target.rename(old)
-        try:
-            temporary.rename(target)
-        except OSError:
-            if old.exists():
-                old.rename(target)
-            raise
+        with holding(target.with_name(f".{target.name}.lock")) as alone:
+            if not alone:
+                raise InputError(f"{directory}: another run is writing it; wait for its end, or choose another place")
+            temporary.mkdir()
+            yield temporary
+            _refuse_foreign(directory, target, own)  # once more: what has come meanwhile is not lost
+            _rename(temporary, target, old)
     except OSError as error:
         raise InputError(f"{directory}: cannot be written ({error.strerror}); nothing was changed") from None
     finally:
@@ -222,6 +211,28 @@ def replacing_directory(directory: str | os.PathLike, own: Iterable[str]) -> Ite
         if not target.exists():
             _remove_empty(made)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _refuse_foreign(directory: str | os.PathLike, target: Path, own: Iterable[str]) -> None:
+    if not target.exists():
+        return
+    foreign = [p.name for p in target.iterdir() if not any(p.match(o) for o in own)] if target.is_dir() else ["a file"]
+    if foreign:
+        raise InputError(
+            f"{directory}: exists and is not just a checkpoint ({first_few(foreign)}); choose another place"
+        )
+
+
+def _rename(temporary: Path, target: Path, old: Path) -> None:
+    """Two renames, because a directory with files can't be renamed over; a complete copy exists at every moment."""
+    if target.exists():
+        target.rename(old)
+    try:
+        temporary.rename(target)
+    except OSError:
+        if old.exists():
+            old.rename(target)
+        raise
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:

@@ -3,19 +3,29 @@
 Whatever is wrong with a file is an InputError of one line that names it.
 """
 
+import fcntl
 import json
 import os
 import secrets
 import stat
 import sys
+import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from minitransformer.errors import InputError
 
 SHOWN = 60
+POLL = 0.1  # seconds between looks at a lock that another process has
+
+
+def named(path: str | os.PathLike) -> Path:
+    """InputError for an empty path, which Path would take for the current directory."""
+    if not os.fspath(path):
+        raise InputError("an empty path; name a file or a folder ('.' is the current one)")
+    return Path(path)
 
 
 def read_text(path: str | os.PathLike, help: str) -> str:
@@ -114,7 +124,10 @@ def is_replaceable(path: Path) -> bool:
 
 @contextmanager
 def replacing_file(path: Path) -> Iterator[Path]:
-    """A temporary name beside the file (or beside what a symbolic link points to), renamed to it at the end."""
+    """A temporary name beside the file (or beside what a symbolic link points to), renamed to it at the end.
+
+    Of two at once each writes its own, and the file is that of the one that ends last, as if it had begun last.
+    """
     target = _target(path)
     # Cut, so that it is not too long where the name itself is not; no other process or thread has it.
     temporary = target.with_name(f".{target.name[:40]}.{secrets.token_hex(4)}.tmp")
@@ -123,6 +136,40 @@ def replacing_file(path: Path) -> Iterator[Path]:
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def holding(lock: Path, seconds: float = 0) -> Iterator[bool]:
+    """Whether in here this holder, and no other of any process, has the file `lock`; false after `seconds` of waiting.
+
+    The kernel's lock goes with its process, however that ends: none is stale. The file goes at the end. Where the file
+    system knows no locks everybody holds them. OSError if the file can't be made.
+    """
+    end = time.monotonic() + seconds
+    while (held := _lock(lock)) is None and time.monotonic() < end:
+        time.sleep(POLL)
+    try:
+        yield held is not None
+    finally:
+        if held is not None:
+            with suppress(OSError):
+                lock.unlink()  # before it is free: nobody else's
+            os.close(held)
+
+
+def _lock(path: Path) -> int | None:
+    """An open file that holds the lock, or None if somebody else has it."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(file), os.stat(path)):
+            return file
+    except (BlockingIOError, FileNotFoundError):
+        pass  # held, or its last holder has just taken the file away
+    except OSError:
+        return file
+    os.close(file)
+    return None
 
 
 def standard_stream(path: Path) -> IO[str] | None:

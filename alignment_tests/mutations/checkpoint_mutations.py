@@ -2,13 +2,13 @@
 
 import tempfile
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
-from alignment_tests import test_cli_quantize
+from alignment_tests import test_cli_quantize, test_paths
 from alignment_tests.model import test_bad_checkpoints, test_config, test_saving, test_weights
 from alignment_tests.model.checkpoints import hf_config, refused
 from alignment_tests.mutations import Mutation, patched
@@ -161,6 +161,9 @@ MUTATIONS = [
     Mutation("directories made for what failed stay", "a file appears whole or not at all",
              patched(checkpoint_files, "_remove_empty", _nothing),
              _in_temporary(test_cli_quantize.bad_weights_leave_nothing)),
+    Mutation("two runs write one directory", "a file appears whole or not at all",
+             patched(checkpoint_files, "holding", lambda lock: nullcontext(True)),
+             _in_temporary(test_paths.the_second_of_two_is_refused)),
     Mutation("saving in place", "a file appears whole or not at all",
              patched(weights, "replacing_directory", _in_place), _in_temporary(_failing_save)),
     Mutation("a tokenizer's truncation kept", "a prompt is never shortened",

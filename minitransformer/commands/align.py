@@ -33,9 +33,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--learner-device", metavar="DEVICE", help="another device for the learner (default: the sampler's, --device)"
     )
-    command.add_argument(
-        "--prompts", required=True, metavar="FILE", help="one a line: text, or JSON with prompt or ids"
-    )
+    what = "one a line: text, or JSON with prompt or ids"
+    command.add_argument("--prompts", required=True, type=common.path, metavar="FILE", help=what)
     common.add_sampling(command)
     # Small steps: prompts are cut into chunks beside decoding requests, and find the pages of earlier prompts.
     options = common.add_sampler(command, chunk_size=32, max_batch_tokens=32)
@@ -50,7 +49,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     common.check_output(args.json, [args.prompts, args.model])
     common.sampling_params(args, 1)  # a bad parameter is told before a model is loaded
-    learner_device = args.learner_device and common.device(args.learner_device, args)
+    learner_device = None if args.learner_device is None else common.device(args.learner_device, args)
     if args.sampler is not None:
         return align_sglang.run(args, learner_device)
     align_sglang.refuse_without(args)

@@ -23,8 +23,20 @@ if TYPE_CHECKING:
     from minitransformer.sampler.sequence import Completion, SamplingParams
 
 
+def path(text: str) -> str:
+    """An argument that names a file or a folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty path; name a file or a folder")
+    return text
+
+
+def file(text: str) -> Path:
+    return Path(path(text))
+
+
 def add_model(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--model", required=True, metavar="DIR", help="checkpoint in the Hugging Face layout")
+    what = "checkpoint in the Hugging Face layout"
+    command.add_argument("--model", required=True, type=path, metavar="DIR", help=what)
     command.add_argument(
         "--recipe",
         metavar="NAME",
@@ -54,7 +66,7 @@ def add_allow_unverified(command: argparse.ArgumentParser) -> None:
 
 
 def add_json(command: argparse.ArgumentParser, what: str) -> None:
-    command.add_argument("--json", type=Path, metavar="FILE", help=f"also write {what}")
+    command.add_argument("--json", type=file, metavar="FILE", help=f"also write {what}")
 
 
 def add_stages(command: argparse.ArgumentParser) -> None:

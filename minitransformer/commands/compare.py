@@ -22,8 +22,8 @@ SHOWN = 5  # lines about what was not compared; the JSON has all
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("a", metavar="A", help="a trace that `trace` wrote")
-    command.add_argument("b", metavar="B", help="another")
+    command.add_argument("a", type=common.path, metavar="A", help="a trace that `trace` wrote")
+    command.add_argument("b", type=common.path, metavar="B", help="another")
     command.add_argument("--any-spec", action="store_true", help="compare although the execution specs differ")
     command.add_argument("--full", action="store_true", help="print every layer's stages, not only those that differ")
     common.add_json(command, "the results as JSON")

@@ -19,9 +19,8 @@ SOME_FAILED = 1
 def add_arguments(command: argparse.ArgumentParser) -> None:
     common.add_model(command)
     common.add_device(command)
-    command.add_argument(
-        "--prompts", required=True, metavar="FILE", help="one a line: text, or JSON with prompt or ids"
-    )
+    what = "one a line: text, or JSON with prompt or ids"
+    command.add_argument("--prompts", required=True, type=common.path, metavar="FILE", help=what)
     common.add_sampling(command)
     common.add_sampler(command)
     common.add_json(command, "ids and log-probs, one JSON object a request and line; `score` and `trace` read them")

@@ -25,8 +25,10 @@ COLUMNS = ("layer", "weight", "relative L2", "SNR dB", "MAE", "zero codes", "zer
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--model", required=True, metavar="DIR", help="BF16 checkpoint in the Hugging Face layout")
-    command.add_argument("--out", required=True, metavar="DIR", help="the directory to write; must be empty or new")
+    what = "BF16 checkpoint in the Hugging Face layout"
+    command.add_argument("--model", required=True, type=common.path, metavar="DIR", help=what)
+    what = "the directory to write; must be empty or new"
+    command.add_argument("--out", required=True, type=common.path, metavar="DIR", help=what)
     command.add_argument(
         "--recipe",
         default=DEFAULT_QUANTISED,

@@ -15,7 +15,6 @@ Example:
 
 import argparse
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from minitransformer.commands import common, prompt_lines
@@ -37,9 +36,10 @@ TEMPERATURE = "divides the logits: 1e-6 to 1e6; 0 divides by 1, as greedy sampli
 def add_arguments(command: argparse.ArgumentParser) -> None:
     common.add_model(command)
     common.add_device(command)
-    command.add_argument("--input", required=True, metavar="FILE", help="JSON lines, see above")
+    command.add_argument("--input", required=True, type=common.path, metavar="FILE", help="JSON lines, see above")
     command.add_argument("--temperature", type=float, default=1.0, metavar="T", help=TEMPERATURE)
-    command.add_argument("--json", type=Path, metavar="FILE", help="write the lines here instead of to the screen")
+    what = "write the lines here instead of to the screen"
+    command.add_argument("--json", type=common.file, metavar="FILE", help=what)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -34,9 +34,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--backend", metavar="NAME", help="of the route distributed: nccl (default on a GPU) or gloo (default on a CPU)"
     )
-    command.add_argument(
-        "--directory", metavar="DIR", help="where the route disk may write (default: the temporary directory)"
-    )
+    what = "where the route disk may write (default: the temporary directory)"
+    command.add_argument("--directory", type=common.path, metavar="DIR", help=what)
     command.add_argument("--timeout", type=float, default=600, metavar="S", help="seconds of one answer (default 600)")
     common.add_json(command, "the report")
 

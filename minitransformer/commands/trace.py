@@ -14,7 +14,6 @@ Example:
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 from minitransformer.commands import common, prompt_lines
@@ -27,9 +26,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     common.add_model(command)
     common.add_device(command)
     source = command.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompts", metavar="FILE", help="trace the sampler on these prompts")
-    source.add_argument("--input", metavar="FILE", help="trace the learner on these sequences (JSON lines)")
-    command.add_argument("--out", required=True, type=Path, metavar="FILE", help="the safetensors file to write")
+    source.add_argument("--prompts", type=common.path, metavar="FILE", help="trace the sampler on these prompts")
+    source.add_argument("--input", type=common.path, metavar="FILE", help="trace the learner on these (JSON lines)")
+    command.add_argument("--out", required=True, type=common.file, metavar="FILE", help="the safetensors file to write")
     common.add_stages(command)
     options = common.add_sampling(command) + common.add_sampler(command)
     # Defaults are filled in by `run`: it has to tell what was given, because --input has no use for most of them.

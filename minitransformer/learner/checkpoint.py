@@ -16,7 +16,6 @@ import os
 import secrets
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minitransformer.errors import InputError
+from minitransformer.files import named
 
 if TYPE_CHECKING:
     from minitransformer.learner.learner import Learner
@@ -45,7 +45,9 @@ _ADAMW = {"adamw": "resume there, or pass other_adamw=True to go on with updates
 
 def save(learner: "Learner", path: str | os.PathLike) -> None:
     """Writes the file; an error leaves whatever stood at the path before. Raises InputError if it can't be written."""
-    path = Path(path)
+    path = named(path)
+    if path.is_dir():
+        raise InputError(f"{path}: is a directory; name a file")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _state(learner)}
     facts = _facts(learner) | {"step": learner.step, "lr": learner.lr, "tensors": sorted(tensors)}
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -67,7 +69,7 @@ def load(learner: "Learner", path: str | os.PathLike, other_adamw: bool = False)
     other_adamw: resume although AdamW was computed by another torch or vector unit than here.
     """
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
+        with safe_open(named(path), framework="pt", device="cpu") as file:
             facts = _read_facts(path, file.metadata())
             _refuse_differences(path, facts, _facts(learner), _MUST_MATCH | ({} if other_adamw else _ADAMW))
             _refuse_incomplete(path, facts, file, learner)

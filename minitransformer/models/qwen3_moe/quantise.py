@@ -25,6 +25,7 @@ from torch import Tensor
 
 from minitransformer.checkpoint_files import replacing_directory, write_json, write_sharded
 from minitransformer.errors import InputError
+from minitransformer.files import named
 from minitransformer.models.qwen3_moe.config import Qwen3MoeConfig
 from minitransformer.models.qwen3_moe.layout import Piece, pieces
 from minitransformer.models.qwen3_moe.nvfp4_config import (
@@ -117,7 +118,7 @@ def quantise(
     Raises InputError for a bad checkpoint, an `out` that is not empty, or a recipe that the format can't state; then
     nothing is written.
     """
-    out = Path(out)
+    out = named(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out}: exists and is not an empty directory; choose another place")
     config, hf = read_config(directory, quantised=True)

@@ -15,7 +15,6 @@ import math
 import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -32,9 +31,10 @@ from minitransformer.checkpoint_files import (
     replacing_directory,
     write_json,
     write_sharded,
-)
+)  # fmt: skip
 from minitransformer.devices import room_on
 from minitransformer.errors import InputError
+from minitransformer.files import named
 from minitransformer.models.qwen3_moe import layout
 from minitransformer.models.qwen3_moe.config import Qwen3MoeConfig
 from minitransformer.models.qwen3_moe.layout import EMBEDDING, HEAD, Piece, parameter_shapes, piece_shape, pieces
@@ -49,7 +49,7 @@ def read_config(directory: str | os.PathLike, quantised: bool = False) -> tuple[
 
     quantised: config.json may have a quantization_config (nvfp4_layout.py reads it); else that is an error.
     """
-    directory = Path(directory)
+    directory = named(directory)
     if not directory.is_dir():
         raise InputError(f"{directory}: no such directory; a checkpoint is a local directory with config.json in it")
     if not (directory / "config.json").is_file():

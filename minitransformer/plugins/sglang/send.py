@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef, reduce_tensor
 
 from minitransformer.checkpoint_files import replacing_directory, write_json, write_sharded
 from minitransformer.errors import InputError
+from minitransformer.files import named
 from minitransformer.plugins.sglang.identity import gpu
 
 ROUTES = ("tensor", "disk", "distributed")
@@ -145,7 +146,7 @@ def _write(file: Any, tensors: Sequence[Tensor]) -> Iterator[int]:
 @contextmanager
 def by_disk(tensors: Named, config: Any, directory: str | Path | None = None) -> Iterator[Request]:
     """A checkpoint under a new name in `directory` (default: the temporary directory), removed at the end."""
-    directory = Path(directory or tempfile.gettempdir()).resolve()
+    directory = named(tempfile.gettempdir() if directory is None else directory).resolve()
     if not directory.is_dir():
         raise InputError(f"{directory}: no such directory; name one that the server can read too")
     target = directory / f"minitransformer-sync-{secrets.token_hex(4)}"
