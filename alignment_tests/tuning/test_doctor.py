@@ -69,6 +69,7 @@ def test_where_no_table_can_be_written_nothing_is_tuned(capsys, monkeypatch, tmp
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("minitransformer.devices.unverified", lambda home: None)
     monkeypatch.setattr(tune, "tune", lambda *args, **options: pytest.fail("tuned for nothing"))
     assert main(["doctor", "--tune"]) == 2
     out, err = capsys.readouterr()

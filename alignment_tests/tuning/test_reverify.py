@@ -1,7 +1,9 @@
 """The first use of a GPU under versions that were not verified: compared once, kept, or refused by name."""
 
+import contextlib
 import re
 import threading
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,61 +13,12 @@ import torch
 pytest.importorskip("triton", reason="the GPU's modules need Triton")
 
 from alignment_tests.mutations import Mutation, assert_caught, patched
+from alignment_tests.tuning.fake_gpu import GOOD, HOME, NEW
 from minitransformer import devices
-from minitransformer.cli import main
 from minitransformer.errors import InputError, UnsupportedDevice
+from minitransformer.files import holding
 from minitransformer.ops.gpu import device
-from minitransformer.tuning import checks, machine, reverify, selfcheck, table
-from minitransformer.tuning.selfcheck import Pair
-
-HOME = torch.device("cuda", 0)
-GOOD = torch.tensor([[1.0, 2.0]])
-NEW = {"torch": "2.99.0"}
-
-
-class Gpu:
-    """A Hopper GPU that isn't there: its versions, and self-checks that say `got` of one operator."""
-
-    def __init__(self, monkeypatch):
-        self.versions, self.got, self.runs, self.capturing = dict(table.read(table.SHIPPED).machine), GOOD, 0, False
-        monkeypatch.setattr(machine, "gpu", lambda home: self.versions)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda home=None: (9, 0))
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
-        monkeypatch.setattr(device, "check", lambda home: None)
-        monkeypatch.setattr(reverify, "_all", lambda home: list(reverify.results(home)))
-        monkeypatch.setattr(selfcheck, "CHECKS", {"rope": self.check, "router": lambda home: iter(())})
-
-    def check(self, home):
-        self.runs += 1
-        before = home in device._verified
-        device._admit("rope", home)  # the operator's own border
-        assert (home in device._verified) == before
-        yield Pair("first", [GOOD], [GOOD])
-        if isinstance(self.got, Exception):
-            raise self.got
-        yield Pair("two rows", [self.got], [GOOD])
-
-    def forget(self, **versions):
-        """As a new process, in which other versions may be installed."""
-        self.versions = self.versions | versions
-        reverify._settled.clear(), device._verified.clear(), devices._refused.clear()
-        reverify.unlike.cache_clear(), devices.unverified.cache_clear(), devices.allow_unverified(False)
-
-    def use(self) -> list[str]:
-        """Warnings of an operator's launch."""
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            device._admit("linear", HOME)
-        return [str(w.message) for w in told]
-
-
-@pytest.fixture
-def gpu(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    made = Gpu(monkeypatch)
-    made.forget()
-    yield made
-    made.forget()
+from minitransformer.tuning import machine, reverify, selfcheck
 
 
 def stamps(tmp_path):
@@ -195,6 +148,47 @@ def test_two_threads_wait_for_one_answer(gpu, monkeypatch):
     assert gpu.runs == 1
 
 
+def another_process_compares(gpu, agrees: bool = True) -> int:
+    """How often this one compared then: it came while the other was at it."""
+    gpu.forget(**NEW)
+    with ThreadPoolExecutor(1) as pool, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        path, gpu.runs = reverify.stamp_path(HOME), 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        with holding(path.with_suffix(".lock")) as theirs:
+            assert theirs
+            ours = pool.submit(device._admit, "linear", HOME)
+            time.sleep(0.3)
+            if agrees:
+                reverify.keep(HOME, [])
+        ours.result(30)
+    assert HOME in device._verified and {p.suffix for p in path.parent.iterdir()} == {".json"}
+    return gpu.runs
+
+
+def test_of_many_processes_one_compares(gpu):
+    assert another_process_compares(gpu) == 0
+
+
+def test_what_another_process_found_wrong_is_compared_here(gpu):
+    assert another_process_compares(gpu, agrees=False) == 1
+
+
+def test_waiting_has_an_end(gpu, monkeypatch):
+    monkeypatch.setattr(reverify, "PATIENCE", 0.1)
+    assert another_process_compares(gpu) == 1
+
+
+def test_a_process_that_does_not_wait_is_caught(gpu):
+    hurried = patched(reverify, "holding", lambda lock, seconds: contextlib.nullcontext(True))
+
+    def check():
+        assert another_process_compares(gpu) == 0
+
+    assert_caught(Mutation("nobody waits", "one process compares", hurried, check))
+
+
 def test_a_cache_that_cannot_be_written_is_no_error(gpu, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
@@ -202,33 +196,3 @@ def test_a_cache_that_cannot_be_written_is_no_error(gpu, monkeypatch, tmp_path):
         gpu.runs = 0
         gpu.forget(**NEW)
         assert len(gpu.use()) == 1 and gpu.runs == 1 and HOME in device._verified
-
-
-@pytest.fixture
-def doctor(gpu, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(machine, "facts", lambda home: gpu.versions)
-    monkeypatch.setattr(checks, "_choices", lambda *args: iter(()))
-    monkeypatch.setattr(checks, "_offline", lambda: checks.Check("kernels compile", "ok", ""))
-    return lambda: main(["doctor", "--seed", "1"])
-
-
-def test_doctor_has_a_row_for_each_operator(doctor, gpu, capsys, tmp_path):
-    assert doctor() == 0
-    out = capsys.readouterr().out
-    assert "ok       rope: 4 outputs compared with the CPU's, none differs" in out and "versions" not in out
-    assert not stamps(tmp_path), "verified versions need none"
-
-
-def test_doctor_warns_of_other_versions_and_its_answer_is_kept(doctor, gpu, capsys, tmp_path):
-    gpu.forget(**NEW)
-    assert doctor() == 0
-    out = capsys.readouterr().out
-    assert "warning  versions: not those that were verified (torch 2.99.0, the table has 2.11.0" in out
-    assert len(stamps(tmp_path)) == 1 and gpu.use() == [] and gpu.runs == 1
-    gpu.got = -GOOD
-    assert doctor() == 1
-    out = capsys.readouterr().out
-    assert "failed   rope: two rows: row 0, column 0: 0xbf800000 where the spec says 0x3f800000 (2 of 2" in out
-    assert out.splitlines()[-1].startswith("1 of ") and not stamps(tmp_path), "an old stamp is taken away"

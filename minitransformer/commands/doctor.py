@@ -4,7 +4,7 @@ Compares the CPU's matrix product with its definition, compiles a kernel for Hop
 forward and backward, and every choice of the table (which schedule or library for which shape) to the CPU's bits.
 --tune proves and times all candidates and keeps the fastest in a table of this machine's own.
 Exit status 0 if whatever this machine can run has the spec's bits, 1 if something has not, 2 for bad input. A machine
-without a GPU, or with one that is no Hopper, is no failure: the CPU runs everything.
+without a GPU, or with one that is no Hopper, is no failure: the CPU runs everything. There --tune is bad input.
 
 Example:
   minitransformer doctor
@@ -15,8 +15,10 @@ import argparse
 
 from minitransformer.commands import common
 from minitransformer.errors import InputError
+from minitransformer.files import holding
 
 MOST_ROWS = 16384
+PATIENCE = 30  # seconds, for another run that writes the user's table
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -65,24 +67,29 @@ def _tune(args: argparse.Namespace, seed: int) -> None:
 
     if not torch.cuda.is_available():
         raise InputError("--tune needs an NVIDIA GPU; this machine has none that torch can use")
+    from minitransformer.devices import unverified, unverified_allowed
     from minitransformer.ops.gpu import choice
-    from minitransformer.tuning import table, tune
+    from minitransformer.tuning import reverify, table, tune
     from minitransformer.tuning.subject import WrongReference
 
-    path = table.user_path()
+    home, path = torch.device("cuda", 0), table.user_path()
+    if unverified(home) and not unverified_allowed():
+        raise InputError(f"--tune: {unverified(home)}; add --allow-unverified to tune it all the same")
     path.parent.mkdir(parents=True, exist_ok=True)
     common.check_output(path)  # before minutes of work
     try:
-        made = tune.tune(torch.device("cuda", 0), rows=args.rows or tune.ROWS, seed=seed, seconds=args.seconds or 300)
+        with reverify.unasked():  # candidates are proven here, the operators by the checks that follow
+            made = tune.tune(home, rows=args.rows or tune.ROWS, seed=seed, seconds=args.seconds or 300)
     except WrongReference as error:
         print(f"no table is written: {error}")
         return
-    try:
-        before = table.read(path) if path.exists() else None
-    except InputError as error:
-        print(f"{error}; it is replaced")
-        before = None
-    kept = before is not None and (before.machine, before.spec) == (made.machine, made.spec)
-    (before.updated(made) if kept else made).write(path)
+    with holding(path.with_suffix(".lock"), PATIENCE):  # between reading and writing nobody else's rows come
+        try:
+            before = table.read(path) if path.exists() else None
+        except InputError as error:
+            print(f"{error}; it is replaced")
+            before = None
+        kept = before is not None and (before.machine, before.spec) == (made.machine, made.spec)
+        (before.updated(made) if kept else made).write(path)
     choice.forget()
     print(f"wrote {path}: {len(made.rows)} rows")

@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -21,11 +21,12 @@ import torch
 
 from minitransformer.devices import OPERATORS, naming_memory, refuse, unverified, unverified_allowed
 from minitransformer.errors import InputError, UnsupportedDevice
-from minitransformer.files import replacing_file
+from minitransformer.files import holding, replacing_file
 from minitransformer.tuning import machine, proof, table
 
 # Of libraries, whose products are proven again under others (choice.py). The driver gets our kernels as machine code.
 OF_LIBRARIES = ("environment", "blas", "driver")
+PATIENCE = 600  # seconds that a process waits for what another one is comparing
 _settled: set[torch.device] = set()
 _settling = threading.Lock()
 _checking: set[int] = set()  # threads whose operators are the self-checks' own
@@ -173,10 +174,13 @@ def _settle(home: torch.device) -> None:
         )
     told = f"{home}: no bits were verified here ({unlike(home)}): every operator is compared with the CPU now, once"
     warnings.warn(told, RuntimeWarning, stacklevel=5)
-    # A thread of its own has no watcher of launches, no default device and no mode of PyTorch's that is on here.
-    with ThreadPoolExecutor(1, thread_name_prefix="minitransformer-selfcheck") as alone:
-        found = alone.submit(_all, home).result()
-    keep(home, found)
+    with _turn(home):
+        if stamped(home):  # by the process that was waited for
+            return
+        # A thread of its own has no watcher of launches, no default device and no mode of PyTorch's that is on here.
+        with ThreadPoolExecutor(1, thread_name_prefix="minitransformer-selfcheck") as alone:
+            found = alone.submit(_all, home).result()
+        keep(home, found)
     wrong = [result for result in found if result.wrong]
     if wrong:
         others = f" (and {len(wrong) - 1} more: {', '.join(r.name for r in wrong[1:])})" if wrong[1:] else ""
@@ -184,6 +188,19 @@ def _settle(home: torch.device) -> None:
                      f"{wrong[0].name}, {wrong[0].wrong}{others}")  # fmt: skip
         if unverified_allowed():
             warnings.warn(f"unverified: {unverified(home)}", RuntimeWarning, stacklevel=5)
+
+
+@contextmanager
+def _turn(home: torch.device) -> Iterator[None]:
+    """Of many processes one compares and the others wait for its stamp, not for ever: after PATIENCE they compare too,
+    as they do where there is no cache for a stamp or a lock."""
+    path = stamp_path(home)
+    with ExitStack() as held:
+        with suppress(OSError):
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                held.enter_context(holding(path.with_suffix(".lock"), PATIENCE))
+        yield
 
 
 def _all(home: torch.device) -> list[Result]:
