@@ -4,6 +4,7 @@
   python3 -m alignment_tests.plugin.h200 keep DIR ENGINE ... &      starts engines all at once; ends them at DIR/stop
   python3 -m alignment_tests.plugin.h200 laws DIR ENGINE ...        the law table, the learner in this process
   python3 -m alignment_tests.plugin.h200 sync DIR ENGINE ...        new weights by each route, and the old ones again
+  python3 -m alignment_tests.plugin.h200 engine DIR ENGINE ...      updates and syncs, an sglang.Engine in process
 
 ENGINE is CHECKPOINT-KIND[-graphs|-default][-bare][-VARIANT...], such as wide-nvfp4-graphs or tiny-bf16-graphs-chunk64.
 CHECKPOINT may be any other directory in DIR too: a real checkpoint, such as that of `make demo`.
@@ -16,6 +17,7 @@ docs/sglang.md says how SGLang gets onto such a machine. --cpu runs all of it on
 """
 
 import argparse
+import subprocess
 import sys
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from minitransformer.errors import InputError
 from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from minitransformer.models.qwen3_moe.quantise import quantise
 from minitransformer.plugins.sglang.client import Client
+from minitransformer.plugins.sglang.launch import environment
 from minitransformer.plugins.sglang.send import ROUTES
 from minitransformer.plugins.sglang.sync import SyncReport
 from minitransformer.recipe import get
@@ -81,9 +84,17 @@ def transfer(
     return report, found, "; ".join([*wrong, report.verdict(), f"learner against engine {found}"])
 
 
-def main() -> int:
+def in_processes(args: argparse.Namespace) -> int:
+    """h200_in_process.py for each engine: it gets what this command got. -> how many failed."""
+    command = [sys.executable, "-m", "alignment_tests.plugin.h200_in_process", "engine", str(args.directory)]
+    rest = [word for word in sys.argv[3:] if word not in args.names]
+    run = [subprocess.run([*command, name, *rest], env=environment(args.cpu)).returncode for name in args.names]
+    return sum(map(bool, run))
+
+
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["make", "keep", "laws", "sync"])
+    parser.add_argument("what", choices=["make", "keep", "laws", "sync", "engine"])
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("names", nargs="+")
     parser.add_argument("--cpu", action="store_true")
@@ -93,16 +104,21 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=2048, help="an engine's longest sequence")
     parser.add_argument("--long", type=int, nargs="*", default=list(LONG), help="prompts of the long laws")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="laws of these names")
-    parser.add_argument("--json", type=Path, help="laws and sync: add their rows to this file, JSON lines")
+    parser.add_argument("--json", type=Path, help="laws, sync and engine: add their rows to this file, JSON lines")
     parser.add_argument("--experts", action="store_true", help="engines return the experts' ids")
     parser.add_argument("--warm", action="store_true", help="an engine is up when the batches have run on it")
     parser.add_argument("--input", type=int, default=1024, help="tokens of a prompt that warms up")
     parser.add_argument("--weights", nargs="+", default=["equal", "other", "other"], help="that syncs send")
     parser.add_argument("--routes", nargs="+", choices=["default", *ROUTES], default=ROUTES)
     parser.add_argument("--backend", default="gloo", help="of distributed; nccl takes no two processes on one GPU")
+    parser.add_argument("--gpu", type=int, default=0, help="of an engine in process; the learner is on the first one")
     parser.add_argument("--timeout", type=float, default=300)
     parser.add_argument("--lifetime", type=float, default=900, help="seconds until kept engines end by themselves")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parsed()
     if args.what == "make":
         for name in args.names:
             if name.endswith(".bare"):
@@ -114,7 +130,7 @@ def main() -> int:
     elif args.what == "laws":
         return 1 if tables(args) else 0
     else:
-        return {"keep": keep, "sync": transfers}[args.what](args)
+        return {"keep": keep, "sync": transfers, "engine": in_processes}[args.what](args)
     return 0
 
 

@@ -1,5 +1,6 @@
 """`learner.sync(engine)` with an sglang.Engine object, on the CPU; in_process.py runs there."""
 
+import json
 import subprocess
 import sys
 
@@ -27,3 +28,16 @@ def test_an_engine_of_the_same_process(checkpoint):
 def test_one_with_packed_experts(checkpoint, tmp_path):
     quantise(checkpoint, tmp_path / "packed", get(RECIPE), MODELOPT)
     run(tmp_path / "packed", RECIPE)
+
+
+@pytest.mark.slow  # another engine
+def test_updates_and_syncs_as_on_an_h200(tmp_path):
+    """The command."""
+    command = [sys.executable, "-m", "alignment_tests.plugin.h200"]
+    subprocess.run([*command, "make", tmp_path, "tiny.bare", "--cpu"], check=True)
+    rows = tmp_path / "rows.jsonl"
+    more = ["--cpu", "--tokens", "4096", "--batches", "8", "--routes", "default", "--json", rows]
+    subprocess.run([*command, "engine", tmp_path, "tiny-bf16-bare", *more], check=True, timeout=600)
+    first, other, equal = map(json.loads, rows.read_text().splitlines())
+    assert first["moved"] and other["moved"] and not equal["moved"]
+    assert {(row["learner_differing"], row["decode_differing"]) for row in (first, other, equal)} == {(0, 0)}
