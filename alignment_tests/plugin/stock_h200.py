@@ -1,19 +1,24 @@
 """On a GPU: the learner on SGLang's kernels against an unmodified SGLang, stage by stage, and operator by operator.
 
-  python3 -m alignment_tests.plugin.stock_h200 stages MODEL URL DUMPS    where the first stage differs, if one does
+  python3 -m alignment_tests.plugin.stock_h200 align MODEL               `align --stock`, few and many prompts
+  python3 -m alignment_tests.plugin.stock_h200 stages MODEL              where the first stage differs, if one does
   python3 -m alignment_tests.plugin.stock_h200 operators [--tokens 512]  our spec's operators beside SGLang's
   python3 -m alignment_tests.plugin.stock_h200 packing [--layers 2]      SGLang's kernels in several packings
 
 --json FILE before the word adds the rows to a file, JSON lines.
-stages: the server has SGLANG_EXTERNAL_MODEL_PACKAGE=alignment_tests.plugin.dumping and STOCK_DUMP=DUMPS, no CUDA graphs
-and no radix cache. operators: the same random inputs at the widths of Qwen3-30B-A3B (table in docs/sglang.md).
-packing: those widths too; 0 differing is what lets the learner pack as it likes.
+align, stages: MODEL is a checkpoint with ids up to 1,000, such as of `h200 make DIR wide`; each starts its server, that
+of stages has hooks in SGLang's own model (alignment_tests/plugin/dumping). operators: the same random inputs at the
+widths of Qwen3-30B-A3B (table in docs/sglang.md). packing: those widths too; 0 differing is what lets the learner pack
+as it likes.
 """
 
 import argparse
+import json
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import torch
@@ -23,11 +28,46 @@ from alignment_tests.plugin.h200_engines import TINY, WIDE, add_row, made
 from alignment_tests.plugin.own_kernels import OwnKernels
 from minitransformer.alignment.ulp import differing, ulp_distance
 from minitransformer.batch import Batch
+from minitransformer.cli import main as minitransformer
 from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
-from minitransformer.plugins.sglang import stock
+from minitransformer.plugins.sglang import MODEL_PACKAGE_VARIABLE, stock
 from minitransformer.plugins.sglang.client import Client
+from minitransformer.plugins.sglang.launch import Server
+from minitransformer.plugins.sglang.stock_kernels import ARGUMENTS, ENVIRONMENT
 
 LENGTHS = (5, 64, 65, 200, 700)
+ALIGNED = {32: (5, 1, 37, 64, 65, 90, 200, 300), 16: range(300, 885, 13)}  # new tokens -> prompts' lengths; two passes
+SMALL = ["--cuda-graph-backend-prefill", "disabled", "--max-total-tokens", "65536"]
+WHOLE = ["--cuda-graph-backend-decode", "disabled", "--disable-radix-cache"]  # what hooks in the model need
+
+
+@contextmanager
+def server(args: argparse.Namespace, arguments: list[str], **environment: str):
+    """An unmodified, deterministic one (on the CPU not deterministic: to try the script)."""
+    own = ["--attention-backend", "torch_native"] if args.cpu else [*ARGUMENTS, *arguments]
+    with Server(args.model, own, cpu=args.cpu, stock=True, extra_environment=ENVIRONMENT | environment) as running:
+        yield running
+
+
+def align(args: argparse.Namespace) -> int:
+    """The command on a few prompts and on so many that the learner needs several passes."""
+    wrong, layers = 0, json.loads((args.model / "config.json").read_text())["num_hidden_layers"]
+    with server(args, [*SMALL, "--cuda-graph-max-bs-decode", "64"]) as running, TemporaryDirectory() as folder:
+        for new, lengths in ALIGNED.items():
+            prompts, found = Path(folder, "prompts"), Path(folder, "found.json")
+            ids = laws.prompts(lengths[: args.most], 1000, 11)
+            prompts.write_text("".join(json.dumps({"ids": one}) + "\n" for one in ids))
+            line = f"align --stock --sampler {running.url} --model {args.model} --prompts {prompts} --json {found}"
+            line += f" --no-contrast --seed 5 --max-new-tokens {new} --device {'cpu' if args.cpu else 'cuda'}"
+            wrong += minitransformer(line.split())
+            told = json.loads(found.read_text())
+            (stage,), gap = (s for s in told["stages"] if "prompt" not in s["stage"]), told["log_prob_gap"]["learner"]
+            add_row(
+                args, law="align --stock", kernels=told["kernels"], layers=layers, prompts=len(ids),
+                differing=stage["differing"], of=stage["rows"], decode_differing=gap["differing"],
+                decode_of=gap["tokens"], decode_max_nats=gap["max"],
+            )  # fmt: skip
+    return wrong
 
 
 def dumped(folder: Path, ids: list[int]) -> dict[str, torch.Tensor]:
@@ -52,13 +92,19 @@ def noted(model, ids: list[int], kernels) -> dict[str, torch.Tensor]:
 
 
 def stages(args: argparse.Namespace) -> int:
-    model, client, kernels = Qwen3MoeForCausalLM.from_pretrained(args.model), Client(args.url), stock.SglangKernels()
-    model = model.to("cuda")
+    with TemporaryDirectory() as dumps:
+        hooks = {MODEL_PACKAGE_VARIABLE: "alignment_tests.plugin.dumping", "STOCK_DUMP": dumps}
+        with server(args, [*SMALL, *WHOLE], **hooks) as running:
+            return compared(args, Client(running.url), Path(dumps))
+
+
+def compared(args: argparse.Namespace, client: Client, dumps: Path) -> int:
+    model, kernels = Qwen3MoeForCausalLM.from_pretrained(args.model, device="cuda"), stock.SglangKernels()
     print("unable:", stock.unable(model, client.about()))
     wrong = 0
     for ids in laws.prompts(LENGTHS, model.config.vocab_size, 11):
         (out,) = client.generate([ids], {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True})
-        theirs, ours = dumped(args.dumps, ids), noted(model, ids, kernels)
+        theirs, ours = dumped(dumps, ids), noted(model, ids, kernels)
         rows = []
         for name, x in ours.items():
             if name not in theirs:
@@ -118,11 +164,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="add the rows to this file, JSON lines")
     commands = parser.add_subparsers(required=True)
+    command = commands.add_parser("align")
+    command.add_argument("model", type=Path)
+    command.add_argument("--most", type=int, help="prompts")
+    command.add_argument("--cpu", action="store_true", help="the learner's own operators, to try the script")
+    command.set_defaults(run=align)
     command = commands.add_parser("stages")
     command.add_argument("model", type=Path)
-    command.add_argument("url")
-    command.add_argument("dumps", type=Path)
-    command.set_defaults(run=stages)
+    command.set_defaults(run=stages, cpu=False)
     command = commands.add_parser("operators")
     command.add_argument("--tokens", type=int, default=512)
     command.add_argument("--own", action="store_true", help="the learner's operators on both sides, on the CPU")

@@ -34,10 +34,11 @@ PHASES = {
 
 def environment(cpu: bool, stock: bool = False, more: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a server: our model unless stock, and on a CPU the start-up hook of the folder stubs/."""
-    env = dict(os.environ, HF_HUB_OFFLINE="1") | dict(more or {})
+    env = dict(os.environ, HF_HUB_OFFLINE="1")
     env.pop(MODEL_PACKAGE_VARIABLE, None)
     if not stock:
         env[MODEL_PACKAGE_VARIABLE] = MODEL_PACKAGE
+    env |= more or {}
     if cpu:
         env |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", "MINITRANSFORMER_STUBS": CPU_STUBS}
         env.setdefault("OMP_NUM_THREADS", "1")
