@@ -154,10 +154,12 @@ def test_attention_for_every_schedule(which, shape):
     agree(gradients_of_attention(q, k, v, do, batch, "cuda", pair), want, str(pair))
 
 
+@pytest.mark.parametrize("lengths", [(737, 63), (1100, 5), (2100, 1030)])
 @pytest.mark.parametrize("width", [64, 128])
-def test_attention_of_a_long_sequence(width):
-    q, k, v = qkv(800, 4, 2, width, seed=40)
-    do, batch = inputs.bf16(43, *q.shape), Batch.packed([[0] * 737, [0] * 63])
+def test_attention_of_long_sequences(width, lengths):
+    """The forward folds segments of 1,024 keys; the gradients' chains pass their ends."""
+    q, k, v = qkv(sum(lengths), 4, 2, width, seed=40)
+    do, batch = inputs.bf16(43, *q.shape), Batch.packed([[0] * n for n in lengths])
     want = gradients_of_attention(q, k, v, do, batch)
     agree(gradients_of_attention(q, k, v, do, batch, "cuda"), want, "long")
 

@@ -13,6 +13,7 @@ from minitransformer.errors import InputError, RowError
 from minitransformer.learner.learner import Learner
 from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from minitransformer.ops import gpu, logprob, sample
+from minitransformer.sampler.graphs import padded
 from minitransformer.sampler.sampler import Sampler
 from minitransformer.sampler.sequence import RequestError, SamplingParams
 
@@ -50,16 +51,17 @@ def same(got, want, what: str) -> None:
         assert_bits_equal(torch.tensor(a.log_probs), torch.tensor(b.log_probs), f"{what}, request {i}")
 
 
-@pytest.mark.parametrize("count", range(1, 18))
+@pytest.mark.parametrize("count", [*range(1, 18), 18, 33, 63, 64])
 def test_graph_equals_eager_equals_cpu(pair, count):
     cpu, on = pair
     prompts, params = requests(count)
-    want = Sampler(cpu, **SMALL).generate(prompts, params)
-    same(Sampler(on, cuda_graphs=False, **SMALL).generate(prompts, params), want, "eager")
-    sampler = Sampler(on, **SMALL)
+    options = SMALL if count <= SMALL["max_sequences"] else SMALL | dict(num_pages=400, max_sequences=count)
+    want = Sampler(cpu, **options).generate(prompts, params)
+    same(Sampler(on, cuda_graphs=False, **options).generate(prompts, params), want, "eager")
+    sampler = Sampler(on, **options)
     same(sampler.generate(prompts, params), want, "graphs")
-    assert sampler.graphs.captures > 0
-    exact = Sampler(on, **SMALL | dict(max_sequences=count))  # no page to spare beyond what padding needs
+    assert max(key[0] for key in sampler.graphs._graphs) == padded(count)
+    exact = Sampler(on, **options | dict(max_sequences=count))  # no page to spare beyond what padding needs
     same(exact.generate(prompts, params), want, "graphs, as many requests as fit")
 
 
