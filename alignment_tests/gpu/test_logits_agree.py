@@ -1,4 +1,4 @@
-"""The law of the GPU where whole rows of logits are read, log-probs and draws: any number of rows, real vocabularies."""
+"""The law of the GPU where whole rows of logits are read, log-probs and draws: any number of rows, and all columns."""
 
 import pytest
 import torch
