@@ -41,15 +41,16 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("no CUDA device: nothing measured")
         return
-    import triton
     from gpu_bench import attend, gradients, pipeline, products, quantised
     from gpu_bench import rows as row_ops
     from gpu_bench.timing import geometric_mean
 
+    from minitransformer.tuning.origin import origin
+
     torch.manual_seed(0)
     torch.set_num_threads(os.cpu_count() or 1)
-    machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}"
-    print(f"{machine}, Python {platform.python_version()}")
+    of = origin()
+    print(f"{of['machine']}, Python {platform.python_version()}, sources {of['sources']}")
     sources = {op: partial(getattr(products, op), every=args.every) for op in ("dense", "grouped")}
     sources |= {"prefill": attend.prefill, "decode": attend.decode, "rows": row_ops.rows}
     sources |= {"fp4": quantised.products, "experts": quantised.experts, "quantise": quantised.quantisers}
@@ -58,7 +59,7 @@ def main() -> None:
     for op in args.ops:
         print(f"-- {op}")
         for row in sources[op]():
-            rows.append({"bench": op, "machine": machine} | row)
+            rows.append({"bench": op} | of | row)
             print(line(row), flush=True)
             if args.out:
                 with open(args.out / "gpu_ops.jsonl", "a") as file:

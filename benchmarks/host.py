@@ -25,6 +25,7 @@ from minitransformer.devices import resolve
 from minitransformer.models.qwen3_moe.config import Qwen3MoeConfig
 from minitransformer.ops.gpu import launch, repeat
 from minitransformer.sampler.cache import KVCache
+from minitransformer.tuning.origin import origin
 
 PAGE = 16
 
@@ -102,21 +103,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--recipe", default="bf16")
+    parser.add_argument("--recipes", nargs="+", default=["bf16", "nvfp4_per_token"])
     parser.add_argument("--out", type=Path, help="a file for the rows, one JSON object a line")
     args = parser.parse_args()
     sizes = WIDTHS | dict(num_layers=args.layers, sparse_layers=(True,) * args.layers)
     model = make(Qwen3MoeConfig(**sizes), resolve("cuda"))
-    model.set_recipe(args.recipe)
     cache = KVCache(model.config, 1024, PAGE, model.device)
     for tensor in (*cache.k, *cache.v):
         tensor.normal_()
-    for name, (batch, paged) in batches(model.config.vocab_size).items():
-        line = json.dumps(measure(model, cache, name, batch, paged, args.repeats) | {"layers": args.layers})
-        print(line, flush=True)
-        if args.out is not None:
-            with args.out.open("a") as file:
-                file.write(line + "\n")
+    of = origin() | {"bench": "host", "layers": args.layers}
+    for recipe in args.recipes:
+        model.set_recipe(recipe)
+        for name, (batch, paged) in batches(model.config.vocab_size).items():
+            line = json.dumps(of | measure(model, cache, name, batch, paged, args.repeats))
+            print(line, flush=True)
+            if args.out is not None:
+                with args.out.open("a") as file:
+                    file.write(line + "\n")
 
 
 if __name__ == "__main__":

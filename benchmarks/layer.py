@@ -94,19 +94,20 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("no CUDA device: nothing measured")
         return
-    import triton
     from gpu_bench.decoder import Ours, Theirs
+
+    from minitransformer.tuning.origin import origin
 
     torch.manual_seed(0)
     torch.set_num_threads(os.cpu_count() or 1)
     S, length = args.sequences, args.length
-    machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}"
-    print(f"{machine}, {S} x {length} tokens")
+    of = origin()
+    print(f"{of['machine']}, {S} x {length} tokens")
     wrong = {} if args.no_checks else check(S, length)
     sides = {"ours": Ours(S, length)}
     if not args.no_peer:
         sides["transformers"] = Theirs(sides["ours"], S, length)
-    facts = {"machine": machine, "tokens": [S, length], "wrong": wrong} | compare(sides, args.rounds)
+    facts = of | {"tokens": [S, length], "wrong": wrong} | compare(sides, args.rounds)
     save(args.out, facts)
     facts["kernels"] = kernels(sides["ours"].train)
     for name, ms, launches in facts["kernels"][:26]:

@@ -24,6 +24,7 @@ from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from minitransformer.sampler.cache import KVCache
 from minitransformer.sampler.sampler import Sampler
 from minitransformer.sampler.sequence import SamplingParams
+from minitransformer.tuning.origin import origin
 
 WIDTHS = dict(
     vocab_size=151936, hidden_size=2048, num_heads=32, num_kv_heads=4, head_dim=128, intermediate_size=6144,
@@ -210,19 +211,17 @@ def main() -> None:
     begin = time.perf_counter()
     model = make(Qwen3MoeConfig(**sizes), device)
     synchronize(device)
-    size, rate = parameter_bytes(model.config), copy_rate(device)
+    of, size, rate = origin(), parameter_bytes(model.config), copy_rate(device)
     print(f"{args.layers} layers, {size / 1e9:.1f} GB of weights made in {time.perf_counter() - begin:.1f} s; copies "
           f"move {rate / 1e12:.2f} TB/s", flush=True)  # fmt: skip
 
     def note(row: dict) -> None:
-        row = {key: None if value != value else value for key, value in row.items()}  # JSON has no NaN
+        row = of | {key: None if value != value else value for key, value in row.items()}  # JSON has no NaN
         print(json.dumps(row), flush=True)
         with open(args.out / "qwen3_30b.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
 
-    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    note({"machine": f"{machine}, torch {torch.__version__}", "layers": args.layers, "weights_gb": size / 1e9}
-         | {"copy_tb_s": rate / 1e12})  # fmt: skip
+    note({"bench": "copy", "layers": args.layers, "weights_gb": size / 1e9, "copy_tb_s": rate / 1e12})
     for recipe in args.recipes:
         model.set_recipe(recipe)
         if "whole" in args.parts:

@@ -2,13 +2,14 @@
 
 Random weights with realistic norms are made on the device. Three parts, each with its peak memory:
 
-    bits      one layer, few tokens: every gradient against the CPU reference
+    bits      one layer, few tokens: how many elements of the gradients differ from the CPU reference's
     backward  forward, loss and backward at as many of the 48 layers as memory holds (weights and BF16 gradients: 4
               bytes a parameter), layers recomputed, twice: the two runs' gradients must have the same bits
     update    whole updates (FP32 sums, masters and moments: 20 bytes a parameter) at as many layers as fit
 """
 
 import argparse
+import gc
 import json
 import time
 from pathlib import Path
@@ -148,19 +149,21 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("no CUDA device: nothing measured")
         return
+    from minitransformer.tuning.origin import origin
+
     free, _ = torch.cuda.mem_get_info()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {free / GIB:.1f} GiB free", flush=True)
-    found = {}
+    found = origin()
+    print(f"{found['machine']}, {free / GIB:.1f} GiB free", flush=True)
     for part in args.parts:
+        gc.collect()
         torch.cuda.empty_cache()
         if part == "bits":
-            found[part] = check_bits()
-            print(f"bits: {found[part]} elements of the gradients differ from the CPU's", flush=True)
-            continue
-        size = 4 if part == "backward" else 20
-        layers = args.layers or layers_that_fit(size, args.tokens, args.scored, torch.cuda.mem_get_info()[0])
-        print(f"{part}: {layers} layers, {args.tokens} tokens", flush=True)
-        found[part] = (backward if part == "backward" else update)(layers, args)
+            found[part] = {"differing": check_bits()}
+        else:
+            size = 4 if part == "backward" else 20
+            layers = args.layers or layers_that_fit(size, args.tokens, args.scored, torch.cuda.mem_get_info()[0])
+            print(f"{part}: {layers} layers, {args.tokens} tokens", flush=True)
+            found[part] = (backward if part == "backward" else update)(layers, args)
         print(f"{part}: {found[part]}", flush=True)
         if args.out:
             (args.out / "qwen3_30b_learner.json").write_text(json.dumps(found, indent=1))

@@ -22,6 +22,7 @@ def test_a_machine_without_a_gpu_is_no_failure(capsys, tmp_path):
     found = json.loads((tmp_path / "d.json").read_text())
     assert [check["name"] for check in found["checks"]] == [line[9:].split(":")[0] for line in lines[:-1]]
     assert {check["state"] for check in found["checks"]} <= set(checks.STATES)
+    assert len(found["sources"]) == 12 and found["machine"].startswith("CPU, torch ") and found["date"] > "2026"
 
 
 def test_a_wrong_bit_is_status_1(capsys, monkeypatch):

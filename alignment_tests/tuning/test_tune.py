@@ -33,12 +33,16 @@ def acted(monkeypatch):
 
 def test_a_table_is_made_and_holds(acted):
     weighted = Product("grouped_linear weighted", 16, 32, 64)
-    made = tune.tune(CPU, [PRODUCT, weighted], rows=(1, 3), say=lambda line: None)
+    noted = []
+    made = tune.tune(CPU, [PRODUCT, weighted], rows=(1, 3), say=lambda line: None, note=noted.append)
     assert [(row.product, row.M) for row in made.rows] == [(PRODUCT, 1), (PRODUCT, 3), (weighted, 8), (weighted, 24)]
     for row in made.rows:
         assert row.library == ("right" if row.product == PRODUCT else None)
         assert set(row.refused) == ({"split"} if row.product == PRODUCT else set())
         assert tune.verify(row, CPU, seed=7) == []
+    assert [(line["N"], line["M"]) for line in noted] == [(64, 1), (64, 3), (32, 8), (32, 24)]
+    assert "right" in noted[0]["ms"] and set(noted[0]["refused"]) == {"split"}
+    assert len(noted[0]["sources"]) == 12 and noted[0]["machine"].startswith("CPU, torch ")
 
 
 def test_what_there_was_no_time_for_is_told(acted):

@@ -13,6 +13,7 @@ from minitransformer.ops import attention, gpu
 
 BF16 = torch.bfloat16
 HEADS, KV_HEADS, WIDTH, PAGE = 32, 4, 128, 16
+RANDOM = 8  # queries of each sequence that are held to the CPU reference
 PREFILL = ((4, 4096), (2, 8192), (1, 16384))
 DECODE = (
     (1, 1024), (1, 8192), (1, 32768), (4, 1024), (4, 8192), (4, 32768), (16, 1024), (16, 8192), (16, 32768),
@@ -28,15 +29,23 @@ def _paged(sequences: int, length: int, queries: int) -> tuple[Batch, int]:
     return batch, sequences * pages * PAGE
 
 
-def _check(o, q, k, v, batch: Batch) -> int:
-    """How many elements of the first and the last sequence's last query differ from the CPU reference."""
-    wrong, sequences = 0, len(batch.kv_lens)
-    for s in sorted({0, sequences - 1}):
-        last, rows = batch.cu_seqlens[s + 1] - 1, batch.key_rows_SL[s, : batch.kv_lens[s]]
-        one = Batch.paged([[0]], [len(rows) - 1], [list(range(len(rows)))], 1)
-        want = attention.forward(q[last : last + 1].cpu(), k[rows].cpu(), v[rows].cpu(), one)[0]
-        wrong += differing(o[last : last + 1].cpu(), want)
-    return wrong
+def _check(o, q, k, v, batch: Batch) -> tuple[int, int]:
+    """(elements, outputs compared): those of some queries that differ from the CPU reference.
+
+    The last query of the first, the last and two random sequences; of many queries RANDOM more of each sequence.
+    """
+    wrong, compared, sequences = 0, 0, len(batch.kv_lens)
+    some = {0, sequences - 1, *torch.randint(sequences, (2,)).tolist()}
+    for s in range(sequences):
+        begin, end = batch.cu_seqlens[s], batch.cu_seqlens[s + 1]
+        queries = {end - 1} if s in some else set()
+        queries |= set(torch.randint(begin, end, (RANDOM,)).tolist()) if end - begin > 1 else set()
+        for t in sorted(queries):
+            rows = batch.key_rows_SL[s, : batch.kv_lens[s] - (end - 1 - t)]
+            one = Batch.paged([[0]], [len(rows) - 1], [list(range(len(rows)))], 1)
+            want = attention.forward(q[t : t + 1].cpu(), k[rows].cpu(), v[rows].cpu(), one)[0]
+            wrong, compared = wrong + differing(o[t : t + 1].cpu(), want), compared + want.numel()
+    return wrong, compared
 
 
 def _theirs(q, k, v, backend: SDPBackend, causal: bool):
@@ -68,7 +77,8 @@ def _measure(batch: Batch, q, k, v, peers: dict) -> dict:
         lambda s: [lambda: gpu.attention.forward(q, k, v, on, s)],
     )
     ms, *theirs = medians_ms([[lambda: attention.forward(q, k, v, on)], *([call] for call in peers.values())])
-    return {"op": "attention", "wrong": _check(o, q, k, v, batch), "ms": ms, "best": best(times), "schedules": times,
+    wrong, compared = _check(o, q, k, v, batch)
+    return {"op": "attention", "wrong": wrong, "compared": compared, "ms": ms, "best": best(times), "schedules": times,
             "torch": dict(zip(peers, theirs, strict=True)), "torch_ms": min(theirs, default=float("nan"))}  # fmt: skip
 
 

@@ -47,22 +47,24 @@ def run(args: argparse.Namespace) -> int:
             raise InputError(f"{option} is for --tune; add that, or leave it out")
     from minitransformer.devices import allow_unverified
     from minitransformer.tuning import checks
+    from minitransformer.tuning.origin import origin
 
     allow_unverified(args.allow_unverified)
     seed = checks.fresh_seed() if args.seed is None else args.seed
-    if args.tune:
-        _tune(args, seed)
+    candidates = _tune(args, seed) if args.tune else []
     found = []
     for check in checks.run(seed, print if args.table else lambda line: None):
         print(f"{check.state:8} {check.name}: {check.text}", flush=True)
         found.append(check)
     failed = sum(check.state == "failed" for check in found)
     print(f"{failed} of {len(found)} checks failed" if failed else "what this machine can run has the spec's bits")
-    common.write_json(args.json, {"seed": seed, "checks": [vars(check) for check in found]})
+    found = origin() | {"seed": seed, "checks": [vars(check) for check in found]}
+    common.write_json(args.json, found | ({"candidates": candidates} if args.tune else {}))
     return 1 if failed else 0
 
 
-def _tune(args: argparse.Namespace, seed: int) -> None:
+def _tune(args: argparse.Namespace, seed: int) -> list[dict]:
+    """Writes the user's table -> every candidate's time or refusal."""
     import torch
 
     if not torch.cuda.is_available():
@@ -77,12 +79,14 @@ def _tune(args: argparse.Namespace, seed: int) -> None:
         raise InputError(f"--tune: {unverified(home)}; add --allow-unverified to tune it all the same")
     path.parent.mkdir(parents=True, exist_ok=True)
     common.check_output(path)  # before minutes of work
+    tried: list[dict] = []
     try:
         with reverify.unasked():  # candidates are proven here, the operators by the checks that follow
-            made = tune.tune(home, rows=args.rows or tune.ROWS, seed=seed, seconds=args.seconds or 300)
+            made = tune.tune(home, rows=args.rows or tune.ROWS, seed=seed, seconds=args.seconds or 300,
+                             note=tried.append)  # fmt: skip
     except WrongReference as error:
         print(f"no table is written: {error}")
-        return
+        return tried
     with holding(path.with_suffix(".lock"), PATIENCE):  # between reading and writing nobody else's rows come
         try:
             before = table.read(path) if path.exists() else None
@@ -93,3 +97,4 @@ def _tune(args: argparse.Namespace, seed: int) -> None:
         (before.updated(made) if kept else made).write(path)
     choice.forget()
     print(f"wrote {path}: {len(made.rows)} rows")
+    return tried

@@ -8,5 +8,6 @@
     tune.py      makes and verifies a table
     selfcheck/   every operator on small inputs, on the CPU and on a GPU
     reverify.py  when the self-checks run by themselves, and what follows
+    origin.py    what a measured number is of
     checks.py    what `minitransformer doctor` finds out
 """

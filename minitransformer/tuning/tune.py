@@ -8,6 +8,7 @@ import torch
 from minitransformer.ops import gpu
 from minitransformer.tuning import machine, proof
 from minitransformer.tuning.judge import Verdict, fastest, judge
+from minitransformer.tuning.origin import origin
 from minitransformer.tuning.subject import TOP_K, Subject, WrongReference, tile_name
 from minitransformer.tuning.table import Product, Proven, Row, Table
 
@@ -34,6 +35,13 @@ def row_of(product: Product, M: int, verdicts: Sequence[Verdict]) -> Row:
     ours = (tuple(map(int, tile.candidate.tile)), round(tile.ms, 5)) if tile else (None, None)
     theirs = (library.candidate.library, round(library.ms, 5)) if library else (None, None)
     return Row(product, M, *ours, *theirs, refused)
+
+
+def evidence(product: Product, M: int, verdicts: Sequence[Verdict]) -> dict:
+    """Of every candidate its milliseconds, or what was wrong."""
+    ms = {v.candidate.name: round(v.ms, 5) for v in verdicts if v.ms is not None}
+    refused = {v.candidate.name: v.refused for v in verdicts if v.refused is not None}
+    return {"bench": "tuning", **product._asdict(), "M": M, "ms": ms, "refused": refused}
 
 
 def refusal(product: Product, M: int, library: str, home: torch.device, seed: int = 0) -> str | None:
@@ -70,9 +78,12 @@ def spans(numbers: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
 
 def tune(
     home: torch.device, products: Sequence[Product] = PRODUCTS, rows: Sequence[int] = ROWS, seed: int = 0,
-    say: Callable[[str], None] = print, seconds: float = float("inf"),
+    say: Callable[[str], None] = print, seconds: float = float("inf"), note: Callable[[dict], None] = lambda row: None,
 ) -> Table:  # fmt: skip
-    """A table of this machine. rows: tokens; experts see TOP_K times as many. seconds: no row is begun after them."""
+    """A table of this machine. rows: tokens; experts see TOP_K times as many. seconds: no row is begun after them.
+
+    note: is given every candidate's time or refusal, a row at a time.
+    """
     begin, late, table = time.monotonic(), [], Table(machine.facts(home), machine.specs())
     for product in products:
         used: set[str] = set()
@@ -86,8 +97,9 @@ def tune(
             subject = Subject(product, M, home)
             first = all(row.product != product for row in table.rows)  # the CPU is slow: once a product
             cases = subject.cases(seed, proof.KINDS if first else ("normal", "mixed"), on_cpu=first)
-            row = row_of(product, M, judge(subject.candidates(), cases, subject.clock(seed)))
-            table.rows.append(row)
+            verdicts = judge(subject.candidates(), cases, subject.clock(seed))
+            table.rows.append(row := row_of(product, M, verdicts))
+            note(origin() | evidence(product, M, verdicts))
             say(line(row))
             if row.by_library and product.groups > 1:
                 table.proven.append(Proven(product, row.library, ((M, M, 1),)))
