@@ -46,6 +46,16 @@ def first_few(names: Iterable[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
+def once(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The same, or an InputError: of two of one name, which is meant?"""
+    seen = set()
+    for name, tensor in tensors:
+        if name in seen:
+            raise InputError(f"{name} comes twice; send every tensor once")
+        seen.add(name)
+        yield name, tensor
+
+
 class TensorFiles:
     """The tensors of a checkpoint directory (model.safetensors, or the shards of an index), read when asked for.
 

@@ -9,12 +9,12 @@ import pytest
 
 from alignment_tests.learner.tiny import tiny_model
 from alignment_tests.mutations import Mutation, patched
-from alignment_tests.plugin import test_align, test_send, test_sync
+from alignment_tests.plugin import test_align, test_probe, test_receiver, test_send, test_sync
 from alignment_tests.plugin.fake import Fake
 from minitransformer.learner.losses import nll
 from minitransformer.learner.packing import Sample
 from minitransformer.models.qwen3_moe.nvfp4_layout import MODELOPT
-from minitransformer.plugins.sglang import align, identity, send, sync
+from minitransformer.plugins.sglang import align, identity, probe, send, sync, weights
 
 _named, _quantise, _expected, _score = sync._named, sync._quantise, sync._expected, align.score
 _by_tensor, _handle = send.by_tensor, send._handle
@@ -99,8 +99,13 @@ MUTATIONS = [
              patched(sync, "_expected", _of_another_tensor), arrives),
     Mutation("checksums are not compared", "one wrong bit is seen", _without_checksums, _one_bit),
     Mutation("the probe is scored by nobody", "other arithmetic is seen",
-             patched(sync, "log_prob_gap", lambda a, b: sync.Gap(1, 0, 0.0, 0.0, 0.0, 0.0)),
+             patched(probe, "log_prob_gap", lambda a, b: sync.Gap(1, 0, 0.0, 0.0, 0.0, 0.0)),
              test_sync.test_a_server_that_computes_otherwise_fails_the_probe),
+    Mutation("a probe without regard to room", "what can't be proven is not sent",
+             patched(probe, "LEAST", 0), test_probe.test_a_learner_without_room_for_a_probe_sends_nothing),
+    Mutation("the last of two tensors of one name wins", "a bad update changes nothing",
+             patched(weights, "once", lambda tensors: tensors),
+             test_receiver.test_a_tensor_that_comes_twice_is_refused_before_anything_is_written),
     Mutation("torch's handles, which move the parameters", "the learner is left as it was",
              patched(send, "by_tensor", _by_torchs_handles), test_sync.test_the_learner_is_left_as_it_was),
     Mutation("a piece has a handle of its own", "one handle a storage",

@@ -57,7 +57,7 @@ def failures_are_told(engine, client: InProcess) -> None:
         assert sync(learner, engine).differing == ["norm.weight"]
         with pytest.raises(InputError, match="DIFFERENT: 1 of .* tensors differ"):
             learner.sync(engine)
-    with pytest.raises(InputError, match="engine://localhost: the server's model is not the learner's"):
+    with pytest.raises(InputError, match="engine://localhost: SGLang's model is not the learner's"):
         Learner(engines.tiny(vocab_size=engines.VOCAB + 16)).sync(engine)
     with pytest.raises(InputError, match="no answer within 1e-06 s.*still be at it"):
         learner.sync(engine, timeout=1e-6)
@@ -90,7 +90,7 @@ def a_dead_engine(engine, client: InProcess) -> None:
 
     with patch.object(sync_module, "require_same", kill_then):
         with pytest.raises(
-            InputError, match="no answer: its processes have ended.*State: unknown, the server does not"
+            InputError, match="no answer: its processes have ended.*State: unknown, SGLang does not"
         ):
             learner.sync(engine)
     engine.shutdown()

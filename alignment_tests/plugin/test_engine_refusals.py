@@ -126,7 +126,7 @@ def test_bad_updates_leave_the_weights_alone(engine, tmp_path):
     client = engine.client
     first, held = laws.run(client, P), (client.checksums(), client.identity())
     for name in ("large", "poisoned", "cut", "absent"):
-        with pytest.raises(InputError, match="Nothing was written: the server goes on with the weights it had"):
+        with pytest.raises(InputError, match="Nothing was written: SGLang goes on with the weights it had"):
             laws.update_from_disk(client, tmp_path / name)
         assert (client.checksums(), client.identity()) == held
     with pytest.raises(InputError, match="Nothing was written"):

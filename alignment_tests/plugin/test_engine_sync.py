@@ -176,7 +176,7 @@ def test_a_server_that_stops_and_goes_on(engine, monkeypatch):
 
     monkeypatch.setattr(sync_module, "require_same", stop_then)
     try:
-        with pytest.raises(InputError, match="no answer within 2 s.*State: unknown, the server does not answer now"):
+        with pytest.raises(InputError, match="no answer within 2 s.*State: unknown, SGLang does not answer now"):
             sync(learner, engine, timeout=2)
     finally:
         os.killpg(engine.process.pid, signal.SIGCONT)
@@ -196,5 +196,5 @@ def test_a_server_that_dies_half_way(checkpoint, monkeypatch):
             server.stop()
 
         monkeypatch.setattr(sync_module, "require_same", kill_then)
-        with pytest.raises(InputError, match="State: unknown, the server does not answer now either"):
+        with pytest.raises(InputError, match="State: unknown, SGLang does not answer now either"):
             sync(Learner(engines.tiny(1)), server)

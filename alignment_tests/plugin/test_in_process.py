@@ -1,9 +1,11 @@
 """The client of an sglang.Engine against a stand-in of one: who answers, in which thread, and what is said if nobody
 does. test_engine_in_process.py has the real one."""
 
+import ast
 import asyncio
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
@@ -16,6 +18,7 @@ from minitransformer.errors import InputError
 from minitransformer.learner.learner import Learner
 from minitransformer.plugins.sglang.client import Client, Refused
 from minitransformer.plugins.sglang.in_process import POLL, InProcess, client_of
+from minitransformer.plugins.sglang.launch import HERE
 
 
 class Engine:
@@ -124,3 +127,14 @@ def test_a_loop_that_is_stopped():
     for task in asyncio.all_tasks(engine.loop):
         task.cancel()
     engine.loop.run_until_complete(asyncio.sleep(0))
+
+
+def test_what_a_sync_says_is_true_of_an_engine_too():
+    """Its messages say SGLang, not server; what is true of one of them alone is in client.py or in_process.py."""
+    for name in ("sync", "probe", "weights", "identity", "group", "send"):
+        tree = ast.parse((HERE / f"{name}.py").read_text())
+        docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        texts = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+        said = [node.value for node in texts if id(node) not in docs]
+        assert len(said) > 5
+        assert not [words for words in said if re.search(r"\bserver\b", words)], name

@@ -163,7 +163,7 @@ def test_refused_before_anything_is_sent(tmp_path, monkeypatch):
         refused(trained(), server, "absent: no such directory", route="disk", directory=tmp_path / "absent")
         own = packed(tmp_path)
         server.model.set_recipe("nvfp4_per_token")  # it keeps BF16 and quantises by itself
-        refused(Learner(own), server, "layer 0: the server keeps its experts in BF16")
+        refused(Learner(own), server, "layer 0: SGLang keeps its experts in BF16")
 
         if Path("/dev/full").exists():
             full = lambda dir: open("/dev/full", "wb", buffering=0)  # noqa: E731
@@ -186,11 +186,11 @@ def test_a_dead_server_and_one_of_another_kind():
 
 
 STATES = {
-    "refuse": "State: the server has the weights it had, nothing was written$",
-    "hang": f"no answer within 2 s.*State: the server has the weights it had, nothing was written so far.*{AGAIN}",
+    "refuse": "State: SGLang has the weights it had, nothing was written$",
+    "hang": f"no answer within 2 s.*State: SGLang has the weights it had, nothing was written so far.*{AGAIN}",
     "half": f"no server answers.*State: [0-9]+ tensors are not the learner's .*{AGAIN}",
-    "die": f"no server answers.*State: unknown, the server does not answer now either; {AGAIN}",
-    "silent": "no server answers.*State: the new weights are in, though the server did not say so",
+    "die": f"no server answers.*State: unknown, SGLang does not answer now either; {AGAIN}",
+    "silent": "no server answers.*State: the new weights are in, though SGLang did not say so",
 }
 
 

@@ -155,7 +155,7 @@ def test_nccl_of_both_sides_shares_memory_alike(monkeypatch):
     with Fake(tiny_model(0)) as server:
         told = Client(server.url).identity()
         group.require_same_means(server.url, told)
-        with pytest.raises(InputError, match="NCCL of the server has NCCL_CUMEM_ENABLE=0, that of the learner has not"):
+        with pytest.raises(InputError, match="NCCL of SGLang has NCCL_CUMEM_ENABLE=0, that of the learner has not"):
             group.require_same_means(server.url, None)
         monkeypatch.setenv(identity.CUMEM, "0")
         with pytest.raises(InputError, match="NCCL of the learner has NCCL_CUMEM_ENABLE=0"):

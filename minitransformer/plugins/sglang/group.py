@@ -112,9 +112,9 @@ def require_same_means(url: str, server: Mapping[str, Any] | None) -> None:
     """InputError if NCCL of one side shares memory by cuMem handles, which the other could not open."""
     theirs = False if server is None else server["cumem"]
     if theirs != cumem():
-        on, off = ("server", "learner") if theirs else ("learner", "server")
+        on, off = ("SGLang", "the learner") if theirs else ("the learner", "SGLang")
         raise InputError(
-            f"{url}: NCCL of the {off} has {CUMEM}=0, that of the {on} has not: one can't open memory of the other; "
+            f"{url}: NCCL of {off} has {CUMEM}=0, that of {on} has not: one can't open memory of the other; "
             "start both with the same value (a stock SGLang has 0 by itself), or choose backend gloo"
         )
 
@@ -142,7 +142,7 @@ def _meet(client: Client, name: str, backend: str, joined: Future) -> None:
         joined.result(TIMEOUT.total_seconds())
     except Exception as error:
         why = str(error) or "no end of it"
-        raise InputError(f"{client.url}: learner and server did not meet at {here}:{port}: {why}") from None
+        raise InputError(f"{client.url}: learner and SGLang did not meet at {here}:{port}: {why}") from None
 
 
 def join(at: str, rank: int, name: str, backend: str) -> Any:

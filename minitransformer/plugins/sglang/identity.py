@@ -52,11 +52,11 @@ def require_same(model: Any, identity: Mapping[str, Any], url: str) -> None:
     config = json.loads(json.dumps(asdict(model.config)))
     unlike = spec_differences(config, identity["config"])
     if unlike:
-        raise InputError(f"{url}: the server's model is not the learner's (learner != server): {'; '.join(unlike)}")
+        raise InputError(f"{url}: SGLang's model is not the learner's (learner != SGLang): {'; '.join(unlike)}")
     unlike = spec_differences(_forward(model.spec.entries()), _forward(identity["spec"]))
     if unlike:
         raise InputError(
-            f"{url}: learner and server follow different execution specs (learner != server): {'; '.join(unlike)}"
+            f"{url}: learner and SGLang follow different execution specs (learner != SGLang): {'; '.join(unlike)}"
         )
 
 
@@ -66,12 +66,12 @@ def refuse_for_stock(config: Any) -> None:
     if dense:
         raise InputError(
             f"layer {dense[0]} is dense, but SGLang's own Qwen3-MoE makes every layer sparse and never loads such "
-            "weights: a stock server's log-probs of this model mean nothing"
+            "weights: a stock SGLang's log-probs of this model mean nothing"
         )
     if config.tie_word_embeddings:
         raise InputError(
             "the embeddings are tied, but SGLang's own Qwen3-MoE has a head of its own and leaves it unloaded: a stock "
-            "server's log-probs of this model mean nothing"
+            "SGLang's log-probs of this model mean nothing"
         )
 
 

@@ -51,7 +51,9 @@ class InProcess(Client):
             raise InputError(f"{URL}: this is not the first node of the engine, which takes the requests")
 
     def about(self) -> dict[str, Any]:
-        return {"version": version("sglang"), "model_path": self.engine.server_args.model_path}
+        most = getattr(self.engine.tokenizer_manager, "max_req_input_len", None)
+        arguments = self.engine.server_args
+        return vars(arguments) | {"version": version("sglang"), "max_req_input_len": most}
 
     def flush_cache(self) -> None:
         answer = self._run("/flush_cache", self.engine.tokenizer_manager.flush_cache(timeout_s=FLUSH))

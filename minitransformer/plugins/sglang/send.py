@@ -148,7 +148,7 @@ def by_disk(tensors: Named, config: Any, directory: str | Path | None = None) ->
     """A checkpoint under a new name in `directory` (default: the temporary directory), removed at the end."""
     directory = named(tempfile.gettempdir() if directory is None else directory).resolve()
     if not directory.is_dir():
-        raise InputError(f"{directory}: no such directory; name one that the server can read too")
+        raise InputError(f"{directory}: no such directory; name one that SGLang can read too")
     target = directory / f"minitransformer-sync-{secrets.token_hex(4)}"
     try:
         with replacing_directory(target, ()) as new:

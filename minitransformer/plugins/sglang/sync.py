@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from minitransformer.alignment.align import timed
-from minitransformer.alignment.gap import Gap, log_prob_gap
+from minitransformer.alignment.gap import Gap
 from minitransformer.checkpoint_files import first_few
 from minitransformer.devices import unverified
 from minitransformer.errors import InputError
@@ -35,13 +34,13 @@ from minitransformer.plugins.sglang.client import Client
 from minitransformer.plugins.sglang.group import by_group
 from minitransformer.plugins.sglang.identity import gpu, refuse_for_stock, require_same
 from minitransformer.plugins.sglang.in_process import client_of
+from minitransformer.plugins.sglang.probe import compare, request
 
 if TYPE_CHECKING:
     from minitransformer.learner.learner import Learner
 
-PROBE_PROMPT, PROBE_NEW = 48, 8
 STATE_TIMEOUT = 10  # seconds, of the questions after an update that failed
-TAKEN = "the server has said that the new weights are in, which is not proven; sync again"
+TAKEN = "SGLang has said that the new weights are in, which is not proven; sync again"
 Packed = dict[str, Nvfp4]  # by our parameter's name without ".weight": layers.3.mlp.gate_up
 
 
@@ -109,7 +108,7 @@ def sync(
     """
     client = client_of(to, timeout)
     send.require_route(route, backend)
-    client.about()
+    about = client.about()
     model, seconds, before = learner.model, dict[str, float](), client.identity()
     here, there = gpu(model.device), None if before is None else before.get("gpu")
     route = route or send.default_route(client.url, directory, here, there)
@@ -117,6 +116,7 @@ def sync(
         refuse_for_stock(model.config)
     else:
         require_same(model, before, client.url)
+    probed = request(learner, about, client.url)
     on_step("quantise")
     with timed(seconds, "quantise"):
         packed = _quantise(model, before)
@@ -143,7 +143,7 @@ def sync(
                 theirs = asking.submit(client.checksums)
                 expected = _expected(model, packed)
                 differing = unlike(expected, theirs.result())
-        probe = _probe(learner, client)
+        probe = compare(learner, client, *probed)
     size, layers = sum(tensor.nbytes for _, tensor in tensors), len(packed) // len(PROJECTIONS)
     return SyncReport(
         client.url, route, before is None, len(tensors), size, layers, seconds, len(expected), differing, probe,
@@ -157,8 +157,8 @@ def _quantise(model: Any, server: Mapping[str, Any] | None) -> Packed:
     packed: Packed = {}
     for i, layer in enumerate(model.layers):
         if i not in layers and getattr(layer.mlp, "gate_up", 0) is None:
-            raise InputError(f"layer {i}: the server keeps its experts in BF16, the learner has them only in NVFP4; "
-                             "start the server from an NVFP4 checkpoint of these layers")  # fmt: skip
+            raise InputError(f"layer {i}: SGLang keeps its experts in BF16, the learner has them only in NVFP4; "
+                             "start SGLang from an NVFP4 checkpoint of these layers")  # fmt: skip
         for projection in PROJECTIONS if i in layers else ():
             held = getattr(layer.mlp, projection)
             q = layer.mlp.experts.quantised(projection, None if held is None else held.weight)
@@ -217,16 +217,16 @@ def _state(client: Client, before: Mapping | None, expected: Callable[[], dict[s
     try:
         now = asking.identity()
         if now is None:
-            return f"another server answers there now, without miniTransformer; {again}"
+            return f"another SGLang answers there now, without miniTransformer; {again}"
         if now["weights_version"] == before["weights_version"]:
-            held = "the server has the weights it had, nothing was written"
+            held = "SGLang has the weights it had, nothing was written"
             return held if answered else f"{held} so far, but the update may still come; {again}"
         wrong = unlike(expected(), asking.checksums())
     except InputError:
-        return f"unknown, the server does not answer now either; {again}"
+        return f"unknown, SGLang does not answer now either; {again}"
     if wrong:
         return f"{len(wrong)} tensors are not the learner's ({first_few(wrong)}); {again}"
-    return "the new weights are in, though the server did not say so"
+    return "the new weights are in, though SGLang did not say so"
 
 
 @contextmanager
@@ -236,17 +236,3 @@ def _not_proven() -> Iterator[None]:
         yield
     except InputError as error:
         raise InputError(f"{error}. State: {TAKEN}") from None
-
-
-def _probe(learner: "Learner", client: Client) -> Gap:
-    """A prompt of ids from all over the vocabulary and a few sampled tokens, scored on both sides."""
-    config, room = learner.model.config, PROBE_NEW + 1
-    n = max(2, min(PROBE_PROMPT, config.max_positions - room, learner.max_tokens_per_pack - room))
-    ids = [(97 * i * i + 31 * i + 5) % config.vocab_size for i in range(n)]
-    params = {"temperature": 1.0, "max_new_tokens": PROBE_NEW, "ignore_eos": True, "sampling_seed": 0}
-    (out,) = client.generate([ids], params)
-    theirs = torch.tensor(out.prompt_log_probs + out.log_probs)
-    (ours,) = learner.score([ids + out.token_ids], [1])
-    if len(ours) != len(theirs):
-        raise InputError(f"{client.url}: {len(theirs)} log-probs for a probe of {len(ours)}; is the context so short?")
-    return log_prob_gap(theirs, ours.cpu())

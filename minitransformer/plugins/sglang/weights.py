@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitransformer.checkpoint_files import first_few
+from minitransformer.checkpoint_files import first_few, once
 from minitransformer.errors import InputError
 from minitransformer.models.qwen3_moe.layout import EMBEDDING, HEAD, parameter_shapes, piece_shape, pieces
 from minitransformer.models.qwen3_moe.nvfp4_layout import Format, Part, parts
@@ -71,12 +71,13 @@ class Receiver:
     def load(self, tensors: Iterable[tuple[str, Tensor]], update: bool) -> None:
         """Writes the tensors. InputError: on the first load at once, in an update before anything is written."""
         self.begun += 1
+        tensors = once(tensors)
         if update:
             tensors = self._read(_numbers_to(torch.device("cpu"), list(tensors)))
             tensors = _numbers_to(self.model.embed_tokens.weight.device, tensors)
             self._check_tied(dict(tensors))
             if absent := self.missing - dict(tensors).keys():
-                raise InputError(f"the server has no weights yet, and {first_few(absent)} is not among these: send all")
+                raise InputError(f"SGLang has no weights yet, and {first_few(absent)} is not among these: send all")
         self.model.weights_version += 1  # before the first write: older keys and values are stale from here on
         head = {}
         for name, tensor in tensors:
@@ -182,7 +183,7 @@ def answer(original: Any, checker: Any, action: str, allow_quant_error: bool = F
     }  # fmt: skip
 
 
-KEPT = "Nothing was written: the server goes on with the weights it had"
+KEPT = "Nothing was written: SGLang goes on with the weights it had"
 PARTLY = "The weights are partly written: send all of them again"
 Answer = tuple[bool, str]
 
