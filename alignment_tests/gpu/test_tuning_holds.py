@@ -1,5 +1,7 @@
 """The law of the choice: whatever the table says, the bits are the CPU's; and doctor finds no fault on this machine."""
 
+import random
+
 import pytest
 import torch
 
@@ -71,6 +73,19 @@ def test_what_the_shipped_table_chooses_has_the_bits(M, N, K):
     rows = sorted({0, 1 % M, M // 2, M - 1})
     want = linear.forward(x[rows].cpu(), w[:96].cpu())
     agree([linear.forward(x, w)[rows][:, :96]], [want], f"{M} rows of {N} x {K}")
+
+
+def test_where_the_shipped_table_runs_a_library_whole_outputs_are_a_tiles():
+    """At random ones of all those numbers of rows, new ones in each run; by the call that a model makes."""
+    shipped, seed = table.read(table.SHIPPED), checks.fresh_seed()
+    for one in (p for p in shipped.proven if p.product.groups == 1):
+        rows = random.Random(seed).sample(every := shipped.runs(one), min(24, len(every)))
+        whole = subject.Subject(one.product, max(rows, default=1), HOME)
+        x, w = whole.operands("mixed", seed)
+        want = whole.reference(x, w)
+        for M in rows:
+            got = linear.forward(x[:M], w, subject.DTYPES[one.product.out])
+            assert proof.first_difference(got, want[:M]) is None, f"{one.product}, {M} rows, seed {seed}"
 
 
 def test_a_choice_under_capture_is_the_eager_one(use):

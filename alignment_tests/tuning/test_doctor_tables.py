@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="the GPU's modules need Triton")
 from minitransformer.cli import main
 from minitransformer.ops import gpu, linear
 from minitransformer.tuning import checks, machine, reverify, table, tune
-from minitransformer.tuning.table import Product, Row, Table
+from minitransformer.tuning.table import Product, Proven, Row, Table
 
 ROWS = [Row(Product("linear", 1, 64, 128), M, (16, 16, 16, 4, 3), 1.0, "mm", 0.5) for M in (1, 3)]
 
@@ -28,8 +28,9 @@ def doctor(monkeypatch, tmp_path, capsys):
         monkeypatch.setattr(checks, name, lambda *seed: checks.Check("other", "ok", "") if not seed else [])
     monkeypatch.setattr(checks, "_operators", lambda home: [])
     monkeypatch.setattr(reverify, "unlike", lambda home: None)
-    verify = tune.verify
-    monkeypatch.setattr(tune, "verify", lambda row, home, seed: verify(row, torch.device("cpu"), seed))
+    verify, verify_proven, cpu = tune.verify, tune.verify_proven, torch.device("cpu")
+    monkeypatch.setattr(tune, "verify", lambda row, home, seed: verify(row, cpu, seed))
+    monkeypatch.setattr(tune, "verify_proven", lambda one, home, seed: verify_proven(one, cpu, seed, 4))
     forward = linear.forward
     monkeypatch.setattr(gpu.linear, "forward", lambda x, w, out=torch.bfloat16, tile=None: forward(x, w, out))
     monkeypatch.setattr(gpu.library, "DENSE", {"mm": lambda a, b, out: forward(a, b.t().contiguous(), out)})
@@ -47,12 +48,14 @@ def doctor(monkeypatch, tmp_path, capsys):
 
 
 def made(**changes) -> Table:
-    return Table({"gpu": "NVIDIA H200", "torch": "2.11.0"} | changes, machine.specs(), ROWS)
+    proven = [Proven(ROWS[0].product, "mm", ((1, 3, 1),))]
+    return Table({"gpu": "NVIDIA H200", "torch": "2.11.0"} | changes, machine.specs(), ROWS, proven)
 
 
 def test_a_table_of_this_machine_holds(doctor):
     (line,) = doctor(made(), 0)
     assert line.startswith("ok       table: ") and "2 rows, the tile and the library of each compared" in line
+    assert line.endswith("; libraries also at 3 of the 3 numbers of rows at which they run")
 
 
 def test_a_row_whose_library_has_not_the_bits_is_status_1(doctor, monkeypatch):
@@ -61,6 +64,16 @@ def test_a_row_whose_library_has_not_the_bits_is_status_1(doctor, monkeypatch):
     monkeypatch.setattr(gpu.library, "DENSE", wrong)
     line, last = doctor(made(), 1)
     assert line.startswith("failed   table: ") and "row 0, column 0" in line and "linear 64 x 128" in line
+    assert last == "1 of 4 checks failed"
+
+
+def test_a_proven_number_of_rows_without_the_bits_is_status_1(doctor, monkeypatch):
+    """Between the table's rows: 2, which the proof lists and the row of 3 serves."""
+    right = gpu.library.DENSE["mm"]
+    wrong = {"mm": lambda a, b, out: (-1 if len(a) == 2 else 1) * right(a, b, out)}
+    monkeypatch.setattr(gpu.library, "DENSE", wrong)
+    line, last = doctor(made(), 1)
+    assert line.startswith("failed   table: ") and "linear 64 x 128 bf16, 2 rows: mm: mixed: row 0, column 0" in line
     assert last == "1 of 4 checks failed"
 
 

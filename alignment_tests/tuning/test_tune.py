@@ -1,5 +1,7 @@
 """The whole way from candidates to a table, acted out on the CPU: its reference stands for the GPU's tiles."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -57,6 +59,23 @@ def test_the_rows_where_a_library_has_the_bits_are_found_one_by_one(acted, monke
     monkeypatch.setattr(gpu.library, "DENSE", libraries)
     proven = tune.proven_rows(PRODUCT, "sometimes", range(1, 10), CPU, seed=1)
     assert [M for M in range(1, 12) if proven.holds(M)] == [1, 3, 4, 7, 8, 9]
+
+
+def test_every_number_of_rows_at_which_a_library_runs_is_proven_and_a_sample_of_them_again(acted, monkeypatch):
+    libraries = {"split": gpu.library.DENSE["split"], "right": gpu.library.DENSE["right"]}
+    libraries["sometimes"] = lambda a, b, out: libraries["split" if a.shape[0] == 6 else "right"](a, b, out)
+    monkeypatch.setattr(gpu.library, "DENSE", {"sometimes": libraries["sometimes"]})
+    monkeypatch.setattr(subject.Subject, "clock", lambda *_: lambda named: [2.0 - bool(c.library) for c in named])
+    made = tune.tune(CPU, [PRODUCT], rows=(1, 3, 12), say=lambda line: None)
+    (proof,) = made.proven
+    assert proof.rows == ((1, 5, 1), (7, 12, 1)) and made.runs(proof) == [1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12]
+    assert tune.verify_proven(made, CPU, seed=3, most=8) == (8, 11, [])
+    made.proven = [proof._replace(rows=((1, 12, 1),))]
+    again, of, (wrong,) = tune.verify_proven(made, CPU, seed=3, most=12)
+    assert (again, of) == (12, 12) and wrong.startswith("linear 64 x 128 bf16, 6 rows: sometimes: mixed: row 0, column")
+    made.rows = [replace(row, library_ms=9.0) for row in made.rows]  # our tiles are faster
+    made.__post_init__()
+    assert tune.verify_proven(made, CPU, seed=3) == (0, 0, [])
 
 
 def test_a_library_is_refused_at_its_first_use_with_the_element(acted):

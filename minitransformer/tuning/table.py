@@ -105,6 +105,12 @@ class Table:
         listed = any(p.product == product and p.library == row.library and p.holds(M) for p in self.proven)
         return Choice(row.tile, row.library, True) if row.by_library and listed else Choice(row.tile)
 
+    def runs(self, proof: Proven) -> list[int]:
+        """The numbers of rows of one of the proofs at which its library is the choice."""
+        every = sorted({M for first, last, step in proof.rows for M in range(first, last + 1, step)})
+        rows = ((M, self.row(proof.product, M)) for M in every)
+        return [M for M, row in rows if row is not None and row.by_library and row.library == proof.library]
+
     def text(self) -> str:
         def lines(items: list[dict]) -> str:
             return "[\n  " + ",\n  ".join(json.dumps(item) for item in items) + "\n ]" if items else "[]"

@@ -1,5 +1,6 @@
 """Proves, times and chooses. A candidate is timed only after it gave the reference's bits on every kind of operand."""
 
+import random
 import time
 from collections.abc import Callable, Sequence
 
@@ -19,7 +20,7 @@ PRODUCTS = (
     Product("linear", 1, 151936, 2048, "fp32"), Product("grouped_linear", 128, 1536, 2048),
     Product("grouped_linear weighted", 128, 2048, 768),
 )  # fmt: skip
-ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
+ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 16384)
 MOST_OUTPUTS = 1 << 28
 
 
@@ -105,9 +106,10 @@ def tune(
                 table.proven.append(Proven(product, row.library, ((M, M, 1),)))
             used |= {row.library} if row.by_library else set()
             torch.cuda.empty_cache()
-        most = min(max(rows), MOST_OUTPUTS // product.N)
-        every = [*range(1, min(most, 1024) + 1), *range(1088, most + 1, 64)]
+        rest, most = Table(table.machine, table.spec, table.rows), min(max(rows), MOST_OUTPUTS // product.N)
         for library in sorted(used) if product.groups == 1 else ():
+            # Everywhere that it would be the choice: milliseconds each.
+            every = rest.runs(Proven(product, library, ((1, most, 1),)))
             table.proven.append(proven_rows(product, library, every, home, seed))
             say(f"{product}: {library} has the bits for rows {table.proven[-1].rows}")
     if late:
@@ -142,3 +144,20 @@ def verify(row: Row, home: torch.device, seed: int) -> list[str]:
     except WrongReference as error:
         return [str(error)]
     return [f"{row.product}, {row.M} rows: {v.candidate.name}: {v.refused}" for v in verdicts if v.refused]
+
+
+def verify_proven(one: Table, home: torch.device, seed: int, most: int = 64) -> tuple[int, int, list[str]]:
+    """Proves dense libraries again, on fresh operands, at up to `most` random ones of each proof's numbers of rows.
+
+    -> (at how many, of how many at which a library runs, what is wrong).
+    """
+    again, of, wrong = 0, 0, []
+    for p in one.proven:
+        rows, known = one.runs(p), p.product.groups == 1 and p.library in gpu.library.DENSE
+        some = sorted(random.Random(seed).sample(rows, min(most, len(rows)))) if known else []
+        held = proven_rows(p.product, p.library, some, home, seed) if some else p
+        for M in (M for M in some if not held.holds(M)):
+            why = refusal(p.product, M, p.library, home, seed) or "other bits on some operands"
+            wrong.append(f"{p.product}, {M} rows: {p.library}: {why}")
+        again, of = again + len(some), of + len(rows)
+    return again, of, wrong
