@@ -33,7 +33,7 @@ def line(row: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ops", nargs="+", default=["dense", "grouped", "pipeline", "prefill", "decode", "rows"])
+    parser.add_argument("--ops", nargs="+", default=["dense", "odd", "grouped", "pipeline", "prefill", "decode", "rows"])
     parser.add_argument("--out", type=Path, help="folder for gpu_ops.jsonl, every schedule's time")
     parser.add_argument("--every", action="store_true", help="of products: the time of every schedule, for `best`")
     parser.add_argument("--seconds", type=float, default=420, help="no new row is begun after this many seconds")
@@ -52,6 +52,7 @@ def main() -> None:
     of = origin()
     print(f"{of['machine']}, Python {platform.python_version()}, sources {of['sources']}")
     sources = {op: partial(getattr(products, op), every=args.every) for op in ("dense", "grouped")}
+    sources |= {"odd": partial(products.dense, products.ODD, args.every)}
     sources |= {"prefill": attend.prefill, "decode": attend.decode, "rows": row_ops.rows}
     sources |= {"fp4": quantised.products, "experts": quantised.experts, "quantise": quantised.quantisers}
     sources |= {"gradients": gradients.gradients, "pipeline": pipeline.pipeline}

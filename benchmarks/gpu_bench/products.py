@@ -14,6 +14,7 @@ SHAPES = (
     ("lm_head", 151936, 2048),
 )  # fmt: skip
 ROWS = (1, 8, 32, 128, 512, 2048, 16384)
+ODD = (1100, 1500, 3000, 5000, 12345)  # above 1,024, and no rows of the table of choices
 TOKENS = (1, 8, 64, 256, 2048, 16384)
 EXPERTS, TOP_K = 128, 8
 
