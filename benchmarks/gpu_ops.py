@@ -33,7 +33,8 @@ def line(row: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ops", nargs="+", default=["dense", "odd", "grouped", "pipeline", "prefill", "decode", "rows"])
+    every = ["dense", "odd", "grouped", "pipeline", "prefill", "decode", "rows"]
+    parser.add_argument("--ops", nargs="+", default=every)
     parser.add_argument("--out", type=Path, help="folder for gpu_ops.jsonl, every schedule's time")
     parser.add_argument("--every", action="store_true", help="of products: the time of every schedule, for `best`")
     parser.add_argument("--seconds", type=float, default=420, help="no new row is begun after this many seconds")
