@@ -47,6 +47,7 @@ def test_a_wrong_bit_is_status_1(capsys, monkeypatch):
         ("--rows x", "invalid int value"),
         ("--rows 1 16385", "--rows 16385: must be at most 16384"),
         ("--rows 1", "--rows is for --tune"),
+        ("--model {tmp}", "--model is for --tune"),
         ("--seconds 5", "--seconds is for --tune"),
         ("--tune --seconds nan", "--seconds nan: must be above 0"),
         ("--seed -1", "--seed -1: must be 0 to"),

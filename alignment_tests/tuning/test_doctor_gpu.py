@@ -1,5 +1,6 @@
 """`minitransformer doctor` and its --tune on a Hopper GPU that isn't there: operators, versions, exit status."""
 
+import json
 import re
 import threading
 import time
@@ -9,6 +10,7 @@ import torch
 
 pytest.importorskip("triton", reason="the GPU's modules need Triton")
 
+from alignment_tests.learner.tiny import tiny_config
 from alignment_tests.tuning.fake_gpu import GOOD, NEW
 from minitransformer import devices
 from minitransformer.ops.gpu import device
@@ -85,6 +87,25 @@ def test_tune_on_a_gpu_that_is_no_hopper_is_bad_input(doctor, gpu, monkeypatch, 
     out, err = capsys.readouterr()
     assert out == "" and re.fullmatch(r"error: --tune: A100 has .*; add --allow-unverified to tune it .*\n", err)
     assert doctor("--tune", "--allow-unverified") == 0
+
+
+def test_tune_for_a_checkpoint_asks_for_its_products_and_keeps_the_others(doctor, gpu, monkeypatch, tmp_path):
+    from minitransformer.tuning import tune
+
+    def tune_(home, products, **options):
+        return table.Table(gpu.versions, {}, [table.Row(p, 8, (16, 16, 16, 4, 3), 1.0) for p in products])
+
+    monkeypatch.setattr(tune, "tune", tune_)
+    monkeypatch.setattr(checks, "run", lambda *args: iter(()))
+    config = tiny_config()
+    (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
+    assert doctor("--tune") == doctor("--tune", "--model", str(tmp_path)) == 0
+    found = [row.product for row in table.read(table.user_path()).rows]
+    assert found == [*tune.PRODUCTS, *tune.products_of(config)]
+    assert [p.N for p in tune.products_of(config)] == [128, 64, 8, 192, 64, 96, 64, 64]
+    (tmp_path / "config.json").write_text(json.dumps(config.to_hf() | {"quantization_config": {}}))
+    assert doctor("--tune", "--model", str(tmp_path)) == 0
+    assert doctor("--tune", "--model", str(tmp_path / "none")) == 2
 
 
 def test_two_tunes_at_once_keep_both_rows(doctor, gpu, monkeypatch, tmp_path):

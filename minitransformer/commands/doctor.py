@@ -2,13 +2,15 @@
 
 Compares the CPU's matrix product with its definition, compiles a kernel for Hopper, and on a GPU holds every operator,
 forward and backward, and every choice of the table (which schedule or library for which shape) to the CPU's bits.
---tune proves and times all candidates and keeps the fastest in a table of this machine's own.
+--tune proves and times all candidates and keeps the fastest in a table of this machine's own: for the products of
+Qwen3-30B-A3B, or with --model for those of a checkpoint, beside what the table has.
 Exit status 0 if whatever this machine can run has the spec's bits, 1 if something has not, 2 for bad input. A machine
 without a GPU, or with one that is no Hopper, is no failure: the CPU runs everything. There --tune is bad input.
 
 Example:
   minitransformer doctor
   minitransformer doctor --tune --seconds 120
+  minitransformer doctor --tune --model demo/checkpoint
 """
 
 import argparse
@@ -23,6 +25,8 @@ PATIENCE = 30  # seconds, for another run that writes the user's table
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--tune", action="store_true", help="prove, time and choose; writes the user's table")
+    model = "of --tune: a checkpoint, whose config says the widths (default: Qwen3-30B-A3B's)"
+    command.add_argument("--model", type=common.path, metavar="DIR", help=model)
     tokens = f"of --tune: numbers of tokens (1 to {MOST_ROWS})"
     command.add_argument("--rows", type=int, nargs="+", metavar="M", help=tokens)
     command.add_argument("--seconds", type=float, metavar="S", help="of --tune: begin nothing later (default 300)")
@@ -42,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--seconds {args.seconds:g}: must be above 0")
     if args.seed is not None and not 0 <= args.seed < 1 << 63:
         raise InputError(f"--seed {args.seed}: must be 0 to 2^63 - 1")
-    for option, given in (("--rows", args.rows), ("--seconds", args.seconds)):
+    for option, given in (("--rows", args.rows), ("--seconds", args.seconds), ("--model", args.model)):
         if given is not None and not args.tune:
             raise InputError(f"{option} is for --tune; add that, or leave it out")
     from minitransformer.devices import allow_unverified
@@ -70,10 +74,15 @@ def _tune(args: argparse.Namespace, seed: int) -> list[dict]:
     if not torch.cuda.is_available():
         raise InputError("--tune needs an NVIDIA GPU; this machine has none that torch can use")
     from minitransformer.devices import unverified, unverified_allowed
+    from minitransformer.models.qwen3_moe.weights import read_config
     from minitransformer.ops.gpu import choice
     from minitransformer.tuning import reverify, table, tune
     from minitransformer.tuning.subject import WrongReference
 
+    products = tune.PRODUCTS
+    if args.model is not None:
+        config, hf = read_config(args.model, quantised=True)
+        products = tune.products_of(config, "quantization_config" not in hf)
     home, path = torch.device("cuda", 0), table.user_path()
     if unverified(home) and not unverified_allowed():
         raise InputError(f"--tune: {unverified(home)}; add --allow-unverified to tune it all the same")
@@ -82,8 +91,8 @@ def _tune(args: argparse.Namespace, seed: int) -> list[dict]:
     tried: list[dict] = []
     try:
         with reverify.unasked():  # candidates are proven here, the operators by the checks that follow
-            made = tune.tune(home, rows=args.rows or tune.ROWS, seed=seed, seconds=args.seconds or 300,
-                             note=tried.append)  # fmt: skip
+            made = tune.tune(home, products=products, rows=args.rows or tune.ROWS, seed=seed,
+                             seconds=args.seconds or 300, note=tried.append)  # fmt: skip
     except WrongReference as error:
         print(f"no table is written: {error}")
         return tried

@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -22,6 +23,19 @@ PRODUCTS = (
 )  # fmt: skip
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 16384)
 MOST_OUTPUTS = 1 << 28
+
+
+def products_of(config: Any, experts: bool = True) -> tuple[Product, ...]:
+    """Those of a model, by its config; experts: in BF16 (4-bit ones are in no table)."""
+    D, V, E, F = config.hidden_size, config.vocab_size, config.num_experts, config.expert_size
+    heads, sparse = (config.num_heads, config.num_kv_heads), any(config.sparse_layers)
+    widths = [((heads[0] + 2 * heads[1]) * config.head_dim, D), (D, heads[0] * config.head_dim)]
+    widths += [(E, D)] * sparse
+    widths += [] if all(config.sparse_layers) else [(2 * config.intermediate_size, D), (D, config.intermediate_size)]
+    found = [*(Product("linear", 1, N, K) for N, K in widths), Product("linear", 1, V, D, "fp32")]
+    if sparse and experts:
+        found += [Product("grouped_linear", E, 2 * F, D), Product("grouped_linear weighted", E, D, F)]
+    return tuple(dict.fromkeys(found))
 
 
 def row_of(product: Product, M: int, verdicts: Sequence[Verdict]) -> Row:
