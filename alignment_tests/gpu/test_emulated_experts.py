@@ -151,8 +151,13 @@ def test_launches_that_may_run_at_once_share_no_cells(monkeypatch):
     refused("run it once before")
     capturing[0] = None
     seen = [place(1), place(2)]
-    stream.cuda_stream = 2
+    stream.cuda_stream = few_experts.PER_THREAD
+    refused("many streams of one handle")
+    stream.cuda_stream = 3
     seen.append(place(1))
+    stream.cuda_stream = 1  # perhaps a new stream: the old one's work is done if it has its handle
+    assert [place(1), place(2)] == seen[:2]
+    stream.cuda_stream = 3
     capturing[0] = 0  # the driver doesn't say in which
     refused("which CUDA graph")
     capturing[0] = 1

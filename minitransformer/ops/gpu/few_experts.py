@@ -17,6 +17,7 @@ from minitransformer.ops.gpu.pack import UNIT_COLUMNS, UNIT_ROWS
 
 SOURCE = "nvfp4_experts.cu"
 MOST = 4  # tokens: as many as leave room for a ring of two pieces a warp
+PER_THREAD = 2  # CU_STREAM_PER_THREAD, as a handle
 SHARED_LIMIT, UNIT_BYTES, PADDING = 227 << 10, 576, 16
 _places: dict[torch.device, dict[tuple, "Place"]] = {}  # of the launches of a GPU, by owner
 _placing = Lock()
@@ -38,6 +39,10 @@ def _place(home: torch.device, count: int, how: tuple) -> Place | None:
     there is no room for one owner more."""
     stream, capturing = torch.cuda.current_stream(home).cuda_stream, torch.cuda.is_current_stream_capturing()
     capture = cuda.capture(stream) if capturing else None
+    if stream == PER_THREAD:
+        return _none("the default stream of each thread is many streams of one handle; use another")
+    # A handle stands for one stream at a time. That of a destroyed stream is released when all of its work is done
+    # (cuStreamDestroy), so a new stream of the same handle finds the cells as the last launch left them: empty.
     owner = how, stream, capture and capture.number  # what is captured may be replayed beside anything else
     with _placing:
         if capturing and home not in _places:
