@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -48,19 +49,31 @@ def test_the_floors_of_a_table():
     assert tables.experts_hit(1) == 8 and 127 < tables.experts_hit(100) < 128
 
 
-PAGE = ["dense", "grouped", "prefill", "decode", "gradients", "rows", "layer", "experts", "quantise"]
-
-
-@pytest.mark.parametrize("bench", PAGE)
-def test_the_page_has_the_numbers_of_the_committed_results(bench, monkeypatch, capsys):
-    """All cells after the first two, which the page may name in another way, stand in docs/performance.md."""
+def test_every_table_of_the_page_has_the_numbers_of_the_committed_results(monkeypatch):
+    """The headline too; how it is told that they have not: a number of the page, then one of the results."""
     monkeypatch.syspath_prepend(BENCHMARKS)
-    name = "h200_nvfp4.jsonl" if bench in ("experts", "quantise") else "h200_gpu_ops.jsonl"
-    monkeypatch.setattr("sys.argv", ["tables.py", bench, "--file", str(BENCHMARKS / "results" / name)])
-    module("tables").main()
-    page = (BENCHMARKS.parent / "docs" / "performance.md").read_text(encoding="utf-8")
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
-    assert lines and not [line for line in lines if line.split(" | ", 2)[2] not in page]
+    page = module("page")
+    text = page.PAGE.read_text(encoding="utf-8")
+    assert page.renewed(text) == (text, [])
+    reached = re.search(r"\| goal \| reached \|\n.*\n.* (\d\.\d\d), least ", text)
+    spoilt = text[: reached.start(1)] + "9.99" + text[reached.end(1) :]
+    assert page.renewed(spoilt) == (text, ["headline"])
+    read = page.read
+    monkeypatch.setattr(page, "read", lambda name: [row | {"torch_ms": 7.0} if row.get("shape") == "decode" else row
+                                                    for row in read(name)])  # fmt: skip
+    assert page.renewed(text)[1] == ["headline", "decode"]
+
+
+def test_a_result_without_its_table_or_a_table_without_its_mark_is_told(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    page = module("page")
+    text = page.PAGE.read_text(encoding="utf-8")
+    with pytest.raises(ValueError, match="<!-- laws -->"):
+        page.renewed(text.replace("<!-- laws -->", ""))
+    (tmp_path / "h200_test_gpu.txt").write_text("new_law: holds everywhere   1 of 1\n")
+    monkeypatch.setattr(page, "RESULTS", tmp_path)
+    with pytest.raises(ValueError, match="test_new_law"):
+        page.laws([])
 
 
 def test_runs_of_servers_are_kept_and_compared(tmp_path):

@@ -20,13 +20,13 @@ HEADS, KV_HEADS, WIDTH, EXPERTS, TOP_K = 32, 4, 128, 128, 8
 HIDDEN, EXPERT, VOCAB = 2048, 768, 151936
 
 # FP32 operations a token by the operators' specs (minitransformer/ops/): sums, products, FMAs, divisions, maxima and
-# comparisons one each, exp2_32 ten; no conversion, no address.
+# comparisons one each, exp2_32 ten; no conversion, no address, and of a draw neither its hash nor its FP64 logarithms.
 EXP2 = 10
 OPERATIONS = {
     "rms_norm": 4 * HIDDEN, "rms_norm+res": 5 * HIDDEN, "q_norm": 4 * HEADS * WIDTH, "rope": 3 * HEADS * WIDTH,
     "router": EXPERTS * (5 + EXP2 + TOP_K), "swiglu": TOP_K * EXPERT * (4 + EXP2),
     "swiglu_amax": TOP_K * EXPERT * (5 + EXP2), "embedding": 0, "logprob": VOCAB * (5 + EXP2), "plan": 0,
-    "gather": 0, "gather_amax": HIDDEN, "combine": TOP_K * HIDDEN, "combine_w": TOP_K * HIDDEN,
+    "gather": 0, "draw": 2 * VOCAB, "gather_amax": HIDDEN, "combine": TOP_K * HIDDEN, "combine_w": TOP_K * HIDDEN,
 }  # fmt: skip
 QUANTISE = 3  # an element: the block's maximum, the product, the rounding
 

@@ -6,7 +6,7 @@ import torch
 
 from gpu_bench.products import EXPERTS, TOP_K
 from gpu_bench.timing import copies, medians_ms
-from minitransformer.ops import dispatch, embedding, logprob, rms_norm, rope, router, swiglu
+from minitransformer.ops import dispatch, embedding, gpu, logprob, rms_norm, rope, router, sample, swiglu
 
 BF16 = torch.bfloat16
 ROWS = (16, 1024, 16384)
@@ -44,6 +44,16 @@ def _cases(T: int) -> Iterator[tuple[str, list[torch.Tensor], Callable, int]]:
     if T <= 1024:
         logits = [_randn(T, VOCAB, dtype=torch.float32) * 4, ids]
         yield "logprob", logits, lambda x, i: logprob.forward(x, i, 1.0), 2
+        yield "draw", [logits[0], ids, positions, torch.ones(T, device="cuda")], _drawn, 4
+
+
+def _drawn(logits: torch.Tensor, *numbers: torch.Tensor) -> torch.Tensor:
+    """Token ids of rows with seeds, positions and temperatures."""
+    if logits.is_cuda:
+        seeds, positions, t = numbers
+        return gpu.sample.choose(logits, gpu.sample.Rows(seeds, positions, t, t))[0]
+    lists = [x.tolist() for x in numbers]
+    return torch.tensor([sample.sample(row, *each) for row, *each in zip(logits, *lists, strict=True)])
 
 
 def _routed(T: int) -> Iterator[tuple[str, list[torch.Tensor], Callable]]:
