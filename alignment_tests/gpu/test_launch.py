@@ -1,6 +1,7 @@
 """The short way of a launch (ops/gpu/launch.py) runs the code that Triton would run, with the same arguments."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -201,3 +202,15 @@ def test_a_graph_tells_that_it_is_gone(monkeypatch):
         codes[name] = 0
     monkeypatch.setattr(cuda, "_driver", SimpleNamespace)
     assert not cuda.end_of(88)()
+
+
+def test_a_thread_gets_a_context_before_its_first_launch(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: asked.append(1))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    home = torch.device("cuda", 0)
+    for threads in (1, 2):
+        with ThreadPoolExecutor(1) as fresh:
+            for _ in range(3):
+                fresh.submit(launch.on, home).result()
+        assert len(asked) == threads

@@ -39,6 +39,7 @@ class Address(int):
 
 class _Thread(local):
     watcher: Any = None
+    bound = False
 
 
 _thread = _Thread()
@@ -65,6 +66,11 @@ def next_power_of_2(n: int) -> int:
 
 def on(home: torch.device) -> AbstractContextManager:
     """torch.cuda.device(home), which costs nothing where that is the current GPU."""
+    if not _thread.bound and home.type == "cuda":
+        # A thread that has called nothing of CUDA's runtime (its tensors came out of torch's cache) has no context, and
+        # the driver refuses its launches.
+        torch.cuda.mem_get_info()
+        _thread.bound = True
     return _HERE if home.index == torch.cuda.current_device() else torch.cuda.device(home)
 
 
