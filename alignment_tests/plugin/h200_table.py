@@ -59,6 +59,19 @@ def stock_table(rows: list[dict]) -> Iterator[str]:
     yield from (line(*(row[field] for field in fields)) for row in rows if "operator" in row)
 
 
+def prefill_table(rows: list[dict]) -> Iterator[str]:
+    """The learner on SGLang's kernels against an unmodified server's prefill, and its stages."""
+    yield "| law | layers | prompts | differing | of what its decode emitted |"
+    yield "|---|---|---|---|---|"
+    for row in (row for row in rows if row.get("law") == "align --stock"):
+        decode = f"{row['decode_differing']:,} of {row['decode_of']:,}, by up to {row['decode_max_nats']:.3g} nats"
+        of = f"{row['differing']} of {row['of']:,} log-probs"
+        yield f"| `align --stock` | {row['layers']} | {row['prompts']} | {of} | {decode} |"
+    for row in (row for row in rows if row.get("law") == "stages"):
+        of = f"{row['unlike_stages']} of {row['stages']} stages, {row['differing']} of {row['of']} log-probs"
+        yield f"| stage by stage | {row['layers']} | one of {row['prompt']} tokens | {of} | |"
+
+
 def syncs_table(rows: list[dict]) -> Iterator[str]:
     """The quickest sync of each kind; seconds by part, and what the learner found of the engine after it."""
     yield "| model | format | learner on | route | MiB | quantise | send | load | prove | learner against engine |"
@@ -66,13 +79,14 @@ def syncs_table(rows: list[dict]) -> Iterator[str]:
     best: dict[tuple, dict] = {}
     for row in (row for row in rows if "route" in row):
         size, kind, *_ = row["engine"].split("-")
-        key = size, row.get("layers"), kind, row["same_gpu"], row["route"]
+        on = ("the same GPU" if row["same_gpu"] else "another GPU") + ", in its process" * row.get("in_process", False)
+        key = size, row.get("layers"), kind, on, row["route"] + ", gloo" * (row.get("backend") == "gloo")
         best[key] = min(best.get(key, row), row, key=lambda row: sum(row["seconds"].values()))
-    for (size, layers, kind, same_gpu, route), row in best.items():
+    for (size, layers, kind, on, route), row in best.items():
         parts = " | ".join(f"{x:.3f}" for x in row["seconds"].values())
         after = f"{row['learner_differing']} of {row['learner_of']}" if "learner_of" in row else ""
-        model, on = MODELS[size].format(layers), "the same GPU" if same_gpu else "another GPU"
-        yield f"| {model} | {KINDS[kind]} | {on} | {route} | {row['bytes'] / 2**20:,.1f} | {parts} | {after} |"
+        model, mib = MODELS[size].format(layers), f"{row['bytes'] / 2**20:,.1f}"
+        yield f"| {model} | {KINDS[kind]} | {on} | {route} | {mib} | {parts} | {after} |"
 
 
 def gsm8k_table(rows: list[dict]) -> Iterator[str]:
@@ -88,5 +102,5 @@ def gsm8k_table(rows: list[dict]) -> Iterator[str]:
 if __name__ == "__main__":
     laws = read(LAWS)
     tables = laws_table(laws), laws_table(read(CPU_LAWS)), syncs_table(laws), gsm8k_table(read(GSM8K))
-    for lines in (*tables, stock_table(read(STOCK))):
+    for lines in (*tables, prefill_table(read(STOCK)), stock_table(read(STOCK))):
         print(*lines, "", sep="\n")

@@ -117,8 +117,8 @@ def compared(args: argparse.Namespace, client: Client, dumps: Path) -> int:
         scores = stock.log_probs(model, [ids], kernels)[0]
         unlike = int(differing(scores, torch.tensor(out.prompt_log_probs)).sum())
         wrong += len(rows) + unlike
-        add_row(args, law="stages", prompt=len(ids), stages=len(ours), unlike_stages=len(rows), differing=unlike,
-                of=len(scores))  # fmt: skip
+        add_row(args, law="stages", layers=model.config.num_layers, prompt=len(ids), stages=len(ours),
+                unlike_stages=len(rows), differing=unlike, of=len(scores))  # fmt: skip
         print(
             f"{len(ids)} tokens: {len(rows)} of {len(ours)} stages differ; {unlike} of {len(scores)} log-probs",
             flush=True,
