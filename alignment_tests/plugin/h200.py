@@ -86,10 +86,18 @@ def transfer(
 
 def in_processes(args: argparse.Namespace) -> int:
     """h200_in_process.py for each engine: it gets what this command got. -> how many failed."""
-    command = [sys.executable, "-m", "alignment_tests.plugin.h200_in_process", "engine", str(args.directory)]
+    command, failed = [sys.executable, "-m", "alignment_tests.plugin.h200_in_process", "engine", args.directory], 0
     rest = [word for word in sys.argv[3:] if word not in args.names]
-    run = [subprocess.run([*command, name, *rest], env=environment(args.cpu)).returncode for name in args.names]
-    return sum(map(bool, run))
+    for name in args.names:
+        done = subprocess.run(
+            [*command, name, *rest], env=environment(args.cpu), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        log = done.stdout.decode("utf-8", "replace")
+        graphs = log.count("cuda graph: True")
+        print(f"{log}\n{name}: decode steps from graphs {graphs}", flush=True)
+        add_row(args, engine=name, in_process=True, decode_steps_from_graphs=graphs)
+        failed += done.returncode != 0
+    return failed
 
 
 def parsed() -> argparse.Namespace:
@@ -105,7 +113,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--long", type=int, nargs="*", default=list(LONG), help="prompts of the long laws")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="laws of these names")
     parser.add_argument("--json", type=Path, help="laws, sync and engine: add their rows to this file, JSON lines")
-    parser.add_argument("--experts", action="store_true", help="engines return the experts' ids")
+    parser.add_argument("--experts", action="store_true", help="engines return the experts' ids, and log each step")
     parser.add_argument("--warm", action="store_true", help="an engine is up when the batches have run on it")
     parser.add_argument("--input", type=int, default=1024, help="tokens of a prompt that warms up")
     parser.add_argument("--weights", nargs="+", default=["equal", "other", "other"], help="that syncs send")
