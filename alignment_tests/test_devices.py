@@ -69,6 +69,6 @@ def test_out_of_memory_says_for_what(monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.25 GiB. GPU 0 has a total capacity of")
 
-    monkeypatch.setattr("minitransformer.learner.learner.in_chunks", full)
+    monkeypatch.setattr("minitransformer.learner.scoring.log_probs", full)
     with pytest.raises(InputError, match=r"out of GPU memory in packs of 64 tokens: 20.25 GiB more .*lower max_tok"):
         Learner(tiny_model(), max_tokens_per_pack=64).score([[1, 2, 3]], [1])

@@ -54,6 +54,28 @@ def test_score_has_the_logits_of_some_rows_at_a_time(monkeypatch):
     assert peak(lambda: learner.score([ids], [1])) >= 4 * T * V  # what is forbidden is seen
 
 
+def check_an_update() -> None:
+    """Neither the logits, nor their gradient, which would be 16 MB in BF16."""
+    T, V, chunk = 400, 20000, 1 << 20
+    model = tiny_model(vocab_size=V, max_positions=T + 1)
+    learner, ids = Learner(model, max_tokens_per_pack=T), inputs.integers(1, V, T + 1).tolist()
+    (one,) = learner._pack([ids], [1])
+    largest_weight = 4 * V * model.config.hidden_size  # the embedding's gradient is made in FP32
+
+    def call():
+        learner._log_probs(one, [1.0]).sum().backward()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scoring, "CHUNK_BYTES", chunk)
+        assert (used := peak(call)) < 2 * chunk + largest_weight < T * V, used
+        patch.setattr(scoring, "CHUNK_BYTES", 1 << 40)
+        assert peak(call) >= 4 * T * V
+
+
+def test_an_update_has_parts_of_the_logits_at_a_time():
+    check_an_update()
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "nvfp4_per_token", "w4a16"])
 def test_experts_have_their_rows_alone(recipe):
     T, K, D, F, E = 1000, 2, 32, 32, 512

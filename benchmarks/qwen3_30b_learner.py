@@ -33,11 +33,13 @@ def parameters(config) -> tuple[int, int]:
 def layers_that_fit(bytes_each: int, tokens: int, scored: int, free: int, most: int = 48) -> int:
     from gpu_bench.decoder import config
 
+    from minitransformer.learner.scoring import CHUNK_BYTES
+
     layer, rest = parameters(config(1))
     kept = 2 * 2 * tokens * config().hidden_size  # a layer's two inputs, BF16
-    logits = 3 * 4 * scored * config().vocab_size  # logits, their gradient, and its BF16 copy
+    head = 2 * CHUNK_BYTES + 6 * scored * config().hidden_size  # parts of logits and gradient; dX twice
     largest = layer * (bytes_each > 4) * 4  # temporaries of AdamW's loop over the largest tensor
-    return max(1, min(most, int((free - SPARE - logits - largest - rest * bytes_each) // (layer * bytes_each + kept))))
+    return max(1, min(most, int((free - SPARE - head - largest - rest * bytes_each) // (layer * bytes_each + kept))))
 
 
 def build(layers: int):

@@ -14,16 +14,18 @@ def _desc(*block: int) -> str:
 
 def _linear() -> Iterator[tuple]:
     ints = ("i32!", "i32", "i32!", "i32", "i32")
-    for turned in (False, True):
-        name = f"linear {'dW' if turned else 'dX'}"
+    for name, turned, y, start in (
+        ("dX", False, "*bf16", None), ("dW", True, "*bf16", None), ("dX begun", False, "*fp32", None),
+        ("dX continued", False, "*fp32", "*fp32"), ("dX ended", False, "*bf16", "*fp32"),
+    ):  # fmt: skip
         for tile in (t for t in linear.CANDIDATES if t.tma):  # the others are pingpong.py's: compile_all.py
             left = (tile.k, tile.m) if turned else (tile.m, tile.k)
-            types = (_desc(*left), _desc(tile.k, tile.n), "*bf16", *ints)
-            constants = (tile.m, tile.n, tile.k, 132, turned, True)
-            yield f"{name} {tile}", linear.product_kernel, types, constants, tile.warps, tile.stages
-        tile, types = linear.PLAIN, ("*bf16", "*bf16", "*bf16", "i32!", "i32!", "i32!", "i32!", "i32!")
-        constants = (tile.m, tile.n, tile.k, 132, turned, False)
-        yield f"{name} ragged", linear.product_kernel, types, constants, tile.warps, tile.stages
+            types = (_desc(*left), _desc(tile.k, tile.n), y, start or y, *ints)
+            constants = (tile.m, tile.n, tile.k, 132, turned, True, start is not None)
+            yield f"linear {name} {tile}", linear.product_kernel, types, constants, tile.warps, tile.stages
+        tile, types = linear.PLAIN, ("*bf16", "*bf16", y, start or y, *("i32!",) * 5)
+        constants = (tile.m, tile.n, tile.k, 132, turned, False, start is not None)
+        yield f"linear {name} ragged", linear.product_kernel, types, constants, tile.warps, tile.stages
 
 
 def _grouped() -> Iterator[tuple]:

@@ -67,12 +67,12 @@ class Case:
             return triton.compile(source, target=target, options=options)
 
 
-def _pingpong(name: str, tile: Tile, out: str, turned=False, deep=False, grouped=False, weighted=False) -> Case:
+def _pingpong(name: str, tile: Tile, out: str, turned=False, deep=False, grouped=False, end=pingpong.PLAIN) -> Case:
     blocks = [tile.k, tile.m] if turned else [tile.m, tile.k], [tile.k, tile.n] if deep else [tile.n, tile.k]
     descs = (f"tensordesc<bf16{b},{gl.NVMMASharedLayout.get_default_for(b, gl.bfloat16)!r}>" for b in blocks)
     types = (*descs, out, "*i32", "*fp32", "*i64", "i32!", "i32!", "i32", "i32")
     flags = (*device.STRICT.items(), ("maxnreg", pingpong.REGISTERS))
-    constants = (tile.stages, turned, deep, grouped, int(weighted))
+    constants = (tile.stages, turned, deep, grouped, end.value)
     return Case(name, pingpong.pingpong_kernel, types, constants, 4, 1, flags)
 
 
@@ -84,6 +84,7 @@ def _linear() -> Iterator[Case]:
                 yield _pingpong(name, tile, out)
                 for turned, deep in ((True, True), (False, True)) if out == "*bf16" else ():
                     yield _pingpong(f"linear {turned} {deep} {tile}", tile, out, turned, deep)
+                yield _pingpong(f"linear continued {out} {tile}", tile, out, deep=True, end=pingpong.CONTINUED)
             elif tile.tma:
                 descs = tuple(f"tensordesc<bf16[{rows}, {tile.k}]>" for rows in (tile.m, tile.n))
                 constants, types = (tile.m, tile.n, tile.k, 132), (*descs, out, *ints)
@@ -105,7 +106,8 @@ def _grouped_linear() -> Iterator[Case]:
             constants = (tile.m, tile.n, tile.k, tile.swap, True, 128, int(weighted), 4)
             name = f"grouped_linear {'weighted ' if weighted else ''}{tile}"
             if tile.pingpong:
-                yield _pingpong(name, tile, "*bf16", grouped=True, weighted=weighted)
+                end = pingpong.WEIGHTED if weighted else pingpong.PLAIN
+                yield _pingpong(name, tile, "*bf16", grouped=True, end=end)
                 continue
             yield Case(name, grouped_linear.grouped_kernel, types, constants, tile.warps, tile.stages)
 

@@ -56,6 +56,14 @@ MUTATIONS = {
         "linear_backward", "acc = tl.dot(left, right, acc)",
         "acc = acc + tl.dot(left, right, tl.zeros((TILE_M, TILE_N), tl.float32))", "linear",
     ),
+    "a continued chain begins at zero": (
+        "linear_backward", "acc = tl.load(start_ptr + at, mask=inside, other=0.0)",
+        "acc = tl.zeros((TILE_M, TILE_N), tl.float32)", "continued",
+    ),
+    "a chain is rounded where it stops": (
+        "linear_backward", "to_bf16(acc) if y_ptr.dtype.element_ty == tl.bfloat16 else acc", "to_bf16(acc)",
+        "continued",
+    ),
 }  # fmt: skip
 
 
@@ -70,6 +78,19 @@ def _linear() -> Iterator[tuple[str, int]]:
             yield f"linear {T} {N} {K} {tile}", wrong(
                 [kernels.product(dy, w, False, tile), kernels.product(dy, x, True, tile)], want
             )
+
+
+def _continued() -> Iterator[tuple[str, int]]:
+    kernels = importlib.import_module("minitransformer.ops.gpu.linear_backward")
+    for T, N, K in ((70, 176, 72), (33, 41, 7)):
+        dy, w = inputs.bf16(1, T, N), inputs.bf16(3, N, K)
+        want = linear.backward(dy, None, w, need_dw=False)[:1]
+        for tile in [t for t in kernels.CANDIDATES if t.tma] if N % 8 == 0 else (kernels.PLAIN,):
+            acc = torch.empty(T, K)
+            for part, start in ((slice(0, 16), None), (slice(16, 32), acc)):
+                kernels.product(dy[:, part].contiguous(), w[part], False, tile, acc, start)
+            got = kernels.product(dy[:, 32:].contiguous(), w[32:], False, tile, start=acc)
+            yield f"continued {T} {N} {K} {tile}", wrong([got], want)
 
 
 def _mxfp8() -> Iterator[tuple[str, int]]:
@@ -116,7 +137,7 @@ def _attention() -> Iterator[tuple[str, int]]:
             yield f"att {N}/{G} heads of {H} {pair}", wrong(got, want)
 
 
-SOURCES = {"linear": _linear, "grouped": _grouped, "mxfp8": _mxfp8, "att": _attention}
+SOURCES = {"linear": _linear, "continued": _continued, "grouped": _grouped, "mxfp8": _mxfp8, "att": _attention}
 
 
 if __name__ == "__main__":

@@ -93,8 +93,9 @@ def _rest() -> Iterator[tuple]:
     types = ("*fp32", "*i64", "*fp32", "*fp32", "*fp32", "*fp32", "*i32", "i32!", "i32!")
     for slot in (FOUND["logprob"], -1):
         yield f"logprob sum {slot}", logprob.sum_kernel, types, (256, logprob.UNROLL, slot)
-    types = ("*fp32", "*fp32", "*i64", "*fp32", "*fp32", "fp32", "i32")
-    yield "logprob backward", logprob.backward_kernel, types, (1024,)
+    for out in ("*fp32", "*bf16"):
+        types = ("*fp32", "*fp32", "*i64", "*fp32", "*fp32", out, "i32", "i32")
+        yield f"logprob backward to {out}", logprob.backward_kernel, types, (1024,)
     types = ("*fp32", "*i64", "*i64", "*fp32", "*i64", "*fp64", "*i32", "*fp32", "i32!")
     for cut, block in ((False, 1024), (True, 1024), (False, 8192)):  # few rows, many
         yield f"sample best {cut} {block}", sample.best_kernel, types, (block, cut, sample.WIDE)

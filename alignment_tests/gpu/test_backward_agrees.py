@@ -54,6 +54,22 @@ def test_linear_for_every_schedule_and_kind_of_value(which):
         agree(got, want, f"{tiles[which]} {kind} {T} rows")
 
 
+@pytest.mark.parametrize("which", range(5))
+def test_a_continued_chain_for_every_schedule_and_kind_of_value(which):
+    """dX by the weight's rows 0..15, then 16..207 in place, then the rest: the chain over all of them."""
+    product, tile = gpu.linear_backward.product, (*gpu.linear_backward.CANDIDATES, gpu.linear_backward.PLAIN)[which]
+    N, K = (320, 576) if which < 4 else (319, 77)
+    for T, kind in itertools.product((13, 150), VALUES):
+        dy, w = VALUES[kind](7, T, N), VALUES[kind](8, N, K)
+        want = linear.backward(dy, dy, w, need_dw=False)[0]
+        dy, w = on_gpu(dy, w)
+        acc = torch.full((T, K), 7.0, device="cuda")
+        for part, start in ((slice(0, 16), None), (slice(16, 208), acc)):
+            product(dy[:, part].contiguous(), w[part], False, tile, acc, start)
+        got = product(dy[:, 208:].contiguous(), w[208:], False, tile, start=acc)
+        agree([got], [want], f"{tile} {kind} {T} rows")
+
+
 def experts(kind: str, counts: list[int], N: int, K: int, seed: int):
     plan = plan_of(counts, 2 if sum(counts) % 2 == 0 else 1, seed)
     shapes = ((sum(counts), N), (sum(counts), K), (len(counts), N, K))

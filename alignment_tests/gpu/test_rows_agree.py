@@ -178,6 +178,11 @@ def test_logprob(V, temperature):
     agree(got, want, "forward")
     back = logprob.backward(dout, x, ids, temperature, want[1])
     agree([logprob.backward(dout.cuda(), x.cuda(), ids.cuda(), temperature, got[1])], [back], "backward")
+    # Some columns, rounded, a temperature a row; one of the ids lies among them, the others before or behind.
+    first, temperatures = int(ids[5]) // 16 * 16, torch.linspace(0.5, 2, T)
+    some = dout, x[:, first : first + 80].contiguous(), ids, temperatures, want[1]
+    back = logprob.backward(*some, first, torch.bfloat16)
+    agree([logprob.backward(*(t.cuda() for t in some), first, torch.bfloat16)], [back], "backward of some columns")
 
 
 def test_kv_store():

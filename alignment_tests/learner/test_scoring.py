@@ -1,36 +1,120 @@
-"""Scores whose logits exist for a few rows at a time have the bits of scores from all of them."""
+"""The head whose logits exist only in parts: log-probs and every gradient have the bits of logits made whole."""
+
+from itertools import pairwise
 
 import pytest
+import torch
 
 from alignment_tests.bits import assert_bits_equal
 from alignment_tests.learner.tiny import random_sequences, tiny_model
 from minitransformer.alignment.trace import Trace
+from minitransformer.errors import InputError
 from minitransformer.learner import scoring
 from minitransformer.learner.learner import Learner
+from minitransformer.ops.logprob import logprob
+
+TEMPERATURES = (1.0, 0.7, 0.7, 1.9)  # of the sequences in turn
+MODELS = {
+    "bf16": ({}, "bf16", ()),
+    "tied": (dict(tie_word_embeddings=True), "bf16", ()),
+    "nvfp4": ({}, "nvfp4_per_row", ()),
+    "the head frozen": ({}, "bf16", ["lm_head.weight"]),
+    "the head alone": ({}, "bf16", ["layers.*", "norm.weight", "embed_tokens.weight"]),
+}
 
 
-def test_chunks_cover_every_row_once_at_its_own_temperature():
-    bounds, temperatures = (0, 3, 4, 9, 11), (1.0, 1.0, 0.5, 1.0)
-    want = [t for t, a, b in zip(temperatures, bounds, bounds[1:], strict=False) for _ in range(a, b)]
-    for most in (1, 2, 3, 4, 5, 100):
-        runs = list(scoring.chunks(bounds, temperatures, most))
-        assert [t for a, b, t in runs for _ in range(a, b)] == want
-        assert [a for a, _, _ in runs] == [0, *(b for _, b, _ in runs[:-1])]
-        assert all(0 < b - a <= most for a, b, _ in runs)
+def case(name: str = "bf16"):
+    """A learner, its packs, whose sequences have temperatures of their own. 100: the last step of 16 is a short one."""
+    changes, recipe, frozen = MODELS[name]
+    model = tiny_model(vocab_size=100, **changes)
+    model.set_recipe(recipe)
+    learner = Learner(model, max_tokens_per_pack=60, frozen=frozen)
+    sequences, starts = random_sequences(4, 10, vocab=100)
+    return learner, learner._pack(sequences, starts), [TEMPERATURES[s % 4] for s in range(len(sequences))]
 
 
-def check_chunks(rows: int = 2) -> None:
-    model = tiny_model()
-    sequences, starts = random_sequences(4, 9)
-    temperatures = [(1.0, 0.7, 0.7)[i % 3] for i in range(9)]
-    learner = Learner(model, max_tokens_per_pack=50)
-    want = learner.score(sequences, starts, temperatures, trace=Trace(["logits"]))  # a trace takes them all at once
+def whole(learner, one, temperatures) -> torch.Tensor:
+    """The same by the operators one after another, on logits of all rows and columns."""
+    logits_LV, rows = learner.model(one.batch), zip(one.sequences, pairwise(one.bounds), strict=True)
+    return torch.cat([logprob(logits_LV[a:b], one.target_ids_L[a:b], temperatures[s]) for s, (a, b) in rows])
+
+
+def results(log_probs, learner, one, temperatures) -> dict[str, torch.Tensor]:
+    """Log-probs and gradients of a pull that has another weight for every token."""
+    out = log_probs(learner, one, temperatures)
+    pull = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    grads = torch.autograd.grad(out, list(learner.parameters.values()), pull.to(out.device))
+    return {"log-probs": out.detach()} | dict(zip(learner.parameters, grads, strict=True))
+
+
+def check_parts(name: str = "bf16", tokens: int = 5) -> None:
+    """tokens: parts of that many rows, and of as many columns as then fit."""
+    learner, packs, temperatures = case(name)
+    wants = [results(whole, learner, one, temperatures) for one in packs]
+    assert len(packs) > 1 and any(len(one.sequences) > 2 for one in packs)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scoring, "CHUNK_BYTES", 4 * model.config.vocab_size * rows)
-        for a, b in zip(learner.score(sequences, starts, temperatures), want, strict=True):
+        patch.setattr(scoring, "CHUNK_BYTES", 4 * learner.model.config.vocab_size * tokens)
+        for one, want in zip(packs, wants, strict=True):
+            for key, got in results(Learner._log_probs, learner, one, temperatures).items():
+                assert_bits_equal(got, want[key], key)
+                assert got.abs().max() > 0, key
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 12, 1000])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_parts_move_no_bit(name, tokens):
+    check_parts(name, tokens)
+
+
+def check_scores(rows: int = 2, trace: Trace | None = None) -> None:
+    learner, _, temperatures = case()
+    sequences, starts = random_sequences(4, 10, vocab=100)
+    want = learner.score(sequences, starts, temperatures)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scoring, "CHUNK_BYTES", 4 * learner.model.config.vocab_size * rows)
+        for a, b in zip(learner.score(sequences, starts, temperatures, trace=trace), want, strict=True):
             assert_bits_equal(a, b, "scores")
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 1000])
-def test_scores_ignore_the_chunks(rows):
-    check_chunks(rows)
+def test_scores_ignore_the_parts(rows):
+    check_scores(rows)
+
+
+def test_a_trace_of_the_logits_has_all_of_their_rows():
+    trace = Trace(["logits", "final_norm"])
+    check_scores(3, trace)
+    learner, packs, _ = case()
+    for one in packs:
+        for key, row in zip(one.batch.logit_rows_L.tolist(), learner.model(one.batch).detach(), strict=True):
+            s = next(i for i, end in enumerate(one.batch.cu_seqlens[1:]) if key < end)
+            position = key - one.batch.cu_seqlens[s]
+            assert_bits_equal(trace.row("logits", one.sequences[s], position), row, f"logits at {position}")
+
+
+@pytest.mark.parametrize("rows", [1, 2, 1000])
+@pytest.mark.parametrize("grads", [False, True])
+def test_a_refused_row_has_its_sequence_and_position(rows, grads, monkeypatch):
+    """One element of one hidden row is infinite."""
+    learner, (one, *_), temperatures = case()
+    monkeypatch.setattr(scoring, "CHUNK_BYTES", 400 * rows)
+    hidden, (s, begin) = learner.model.hidden, (2, one.bounds[2])
+    row = one.batch.logit_rows_L[begin + 1]
+
+    def with_infinity(*args, **options):
+        h_TD = hidden(*args, **options) * 1
+        h_TD[row, 5] = torch.inf
+        return h_TD
+
+    monkeypatch.setattr(learner.model, "hidden", with_infinity)
+    position = int(row) - one.batch.cu_seqlens[s]
+    where = rf"^sequence {one.sequences[s]}, .*position {position}\b.*logprob: the logits"
+    with pytest.raises(InputError, match=where):
+        with torch.set_grad_enabled(grads):
+            learner._log_probs(one, temperatures)
+
+
+def test_a_temperature_that_fp32_rounds_to_zero_is_refused():
+    learner, (one, *_), temperatures = case()
+    with pytest.raises(InputError, match="temperature 1e-60 must be positive"):
+        learner._log_probs(one, [1e-60] * len(temperatures))

@@ -16,22 +16,19 @@ from alignment_tests.learner import (
     test_losses,
     test_memory,
     test_model_gradient,
-    test_scoring,
     tiny,
 )
 from alignment_tests.learner.test_loop import sample_score_update
 from alignment_tests.mutations import Mutation, patched
 from minitransformer.batch import Batch
 from minitransformer.errors import InputError
-from minitransformer.learner import adamw, checkpoint, gradients, learner, losses, packing, scoring
+from minitransformer.learner import adamw, checkpoint, gradients, losses, packing
 from minitransformer.learner.learner import Learner
 from minitransformer.sampler.sampler import Sampler
 
 # What the mutants call to do the rest of the work; taken before anything is patched.
 _pack, _fill, _save_file = packing._pack, checkpoint._fill, checkpoint.save_file
-_apply, _write, _kernel, _logprob = Learner._apply, Learner.write_weights, losses._policy_gradient, learner.logprob
-
-_chunks = scoring.chunks
+_apply, _write, _kernel = Learner._apply, Learner.write_weights, losses._policy_gradient
 
 
 def _scored_one_row_late(*args):
@@ -214,15 +211,8 @@ _STORAGE = test_learner.test_update_writes_rounded_masters_into_the_same_storage
 
 MUTATIONS = [
     _mutation("scored by the logits of t, not t - 1", _SAME, packing, "_pack", _scored_one_row_late, _check_scores),
-    _mutation(
-        "temperature ignored when scoring", _SAME, learner, "logprob",
-        lambda logits, ids, temperature: _logprob(logits, ids, 1.0), sample_score_update,
-    ),
     _mutation("prefix cache kept over an update", _SAME, Sampler, "_weights_stamp", lambda s: 0, sample_score_update),
     _mutation("a pack leaks its first token", "ignores the packing", packing, "Batch", _LeakingBatch, _check_packing),
-    _mutation("a chunk of logits at the first sequence's temperature", "scores ignore the chunks", scoring, "chunks",
-              lambda bounds, temperatures, most: _chunks(bounds, [temperatures[0]] * len(temperatures), most),
-              test_scoring.check_chunks),
     _mutation("resume loses the step counter", _RESUME, checkpoint, "_fill", _without_steps, _check_resume),
     _mutation("resume loses the moments", _RESUME, checkpoint, "_fill", _without_moments, _check_resume),
     _mutation("a file half applied", "all or nothing", checkpoint, "_read_facts", _applied_before_it_is_checked,

@@ -1,5 +1,7 @@
 """linear: the chain with one rounding, any rows, both outputs, and its gradients."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from alignment_tests.mutations import Mutation, assert_caught, patched
 from minitransformer.ops import linear as op
 from minitransformer.ops.linear import linear
 from minitransformer.ops.mma import chain
+from minitransformer.tuning import proof
 
 
 def random_operands(t, k, n, seed=0):
@@ -48,6 +51,27 @@ def test_gradients_are_the_chains_of_the_spec():
     dx, dw = op.backward(dy, x, w)
     assert_bits_equal(dx, chain(dy, w).bfloat16(), "dX")
     assert_bits_equal(dw, chain(dy.t().contiguous(), x).bfloat16(), "dW: over the tokens in packed order")
+
+
+def in_parts(dy, w, *cuts: int):
+    acc = None
+    for begin, end in pairwise((0, *cuts, len(w))):
+        acc = op.continue_dx(dy[:, begin:end], w[begin:end], acc, last=end == len(w))
+    return acc
+
+
+@pytest.mark.parametrize("kind", ["normal", "absorbing", "special"])
+def test_a_chain_may_be_continued_at_any_step(kind, monkeypatch):
+    dy, w = proof.operands(kind, 37, 48, 200, 3, "cpu")
+    w = w.t().contiguous()
+    want = op.backward(dy, None, w, need_dw=False)[0]
+    for cuts in ((), (16,), (64, 80, 192), range(16, 200, 16)):
+        assert_bits_equal(in_parts(dy, w, *cuts), want, f"cut at {cuts}")
+    with pytest.raises(ValueError, match="a part of 24 rows; all but the last must be multiples of 16"):
+        in_parts(dy, w, 24)
+    if kind == "absorbing":  # within a step its terms are cut to the largest of all of them
+        monkeypatch.setattr(op, "STEP", 8)
+        assert (in_parts(dy, w, 24) != want).any()
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])

@@ -10,6 +10,7 @@ from alignment_tests import inputs, plain
 from alignment_tests.bits import assert_bits_equal
 from alignment_tests.gradients import assert_gradient, finite_differences
 from minitransformer.errors import InputError
+from minitransformer.ops import logprob as op
 from minitransformer.ops import rounding
 from minitransformer.ops.logprob import logprob
 
@@ -128,3 +129,18 @@ def test_the_gradients_bits_are_the_specs():
     np.put_along_axis(one, ids.numpy()[:, None], F32(1), 1)
     want = (d.numpy()[:, None] * (one - p / S)) / F32(0.7)
     assert_bits_equal(logits.grad, torch.from_numpy(want), "dlogits")
+
+
+def test_rows_of_other_temperatures_and_some_columns():
+    logits, ids, d = inputs.normal(15, 6, 500, scale=3.0), inputs.integers(16, 500, 6), inputs.normal(17, 6)
+    temperatures = torch.tensor([0.5, 1.0, 0.7, 2.0, 0.9, 1.3])
+    out, kept = op.forward(logits, ids, temperatures)
+    every = op.backward(d, logits, ids, temperatures, kept)
+    for t in range(6):
+        row, one = slice(t, t + 1), temperatures[t].item()
+        assert_bits_equal(logprob(logits[row], ids[row], one), out[row], "alone")
+        assert_bits_equal(op.backward(d[row], logits[row], ids[row], one, kept[row]), every[row], "dlogits alone")
+    for first, end in ((0, 500), (0, 16), (16, 400), (400, 500)):
+        some = logits[:, first:end].contiguous()
+        got = op.backward(d, some, ids, temperatures, kept, first, torch.bfloat16)
+        assert_bits_equal(got, every[:, first:end].bfloat16(), f"columns {first} to {end}")

@@ -28,13 +28,10 @@ from torch import Tensor
 from minitransformer.devices import naming_memory
 from minitransformer.errors import InputError
 from minitransformer.integers import as_list
-from minitransformer.learner import adamw, arguments, checkpoint, gradients
+from minitransformer.learner import adamw, arguments, checkpoint, gradients, scoring
 from minitransformer.learner.losses import Loss, PolicyGradient, refuse_non_finite
 from minitransformer.learner.metrics import UpdateMetrics, metrics
 from minitransformer.learner.packing import Pack, Sample, pack, unpack
-from minitransformer.learner.scoring import in_chunks
-from minitransformer.ops import gpu
-from minitransformer.ops.logprob import logprob
 from minitransformer.weights_stamp import WeightsStamp
 
 _LESS = "nothing was updated; lower max_tokens_per_pack, set recompute or freeze parameters"
@@ -151,7 +148,7 @@ class Learner:
             with naming_memory(f"passes of packs of {self.max_tokens_per_pack} tokens, with gradients", _LESS):
                 for one in packs:
                     log_probs_L = self._log_probs(one, temperatures)
-                    rows = _split_rows(log_probs_L.detach().cpu(), one.bounds)
+                    rows = log_probs_L.detach().cpu().split([b - a for a, b in pairwise(one.bounds)])
                     for s, lp_L in zip(one.sequences, rows, strict=True):
                         log_probs[s], outputs[s] = lp_L, loss(lp_L, samples[s], f"sample {s}")
                         refuse_non_finite(outputs[s], f"sample {s}")
@@ -210,19 +207,7 @@ class Learner:
         return [one.to(self.model.device) for one in packs]
 
     def _log_probs(self, one: Pack, temperatures: Sequence[float], trace=None) -> Tensor:
-        if not torch.is_grad_enabled() and (trace is None or not trace.wants("logits")):
-            return in_chunks(self.model, one, temperatures, trace, logprob)
-        with one.naming_rows():
-            logits_LV = self.model(one.batch, trace=trace, recompute=self.recompute and torch.is_grad_enabled())
-            if logits_LV.is_cuda:
-                gpu.device.check(logits_LV.device)  # now: rows found later would be taken for rows of the logits
-        log_probs = []
-        rows = zip(_split_rows(logits_LV, one.bounds), _split_rows(one.target_ids_L, one.bounds), strict=True)
-        # logprob takes one temperature; its rows are independent, so a call a sequence has the bits of one call.
-        for s, first, row in zip(one.sequences, one.bounds[:-1], rows, strict=True):
-            with one.naming_rows(first):
-                log_probs.append(logprob(*row, temperatures[s]))
-        return torch.cat(log_probs)
+        return scoring.log_probs(self.model, one, temperatures, trace, self.recompute and torch.is_grad_enabled())
 
     def _refuse_replaced_parameters(self) -> None:
         now = dict(self.model.named_parameters())
@@ -252,8 +237,3 @@ class Learner:
         self.step += 1
         self.write_weights()
         self._torn = False
-
-
-def _split_rows(rows_L: Tensor, bounds: Sequence[int]) -> Sequence[Tensor]:
-    """One view a sequence. split's backward is a single concatenation, unlike that of many slices."""
-    return rows_L.split([b - a for a, b in pairwise(bounds)])

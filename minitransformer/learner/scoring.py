@@ -1,44 +1,102 @@
-"""Log-probs without gradients: the logits, FP32 [L, V], exist only for a few rows at a time."""
+"""The head: log-probs of the last hidden rows. The logits, FP32 [L, V], exist only in parts, forward and backward.
 
-from collections.abc import Callable, Iterator, Sequence
+Forward by rows, which are independent; a row's m and S are kept. Backward by columns, which m and S make independent:
+the logits of some ids are made once more, then their gradient in BF16, these rows of dW whole, and dX's chain goes on
+over them in FP32 (ops/linear.py). So both chains add what they add in one piece. Logits that are one part are kept.
+
+L rows, D hidden, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from minitransformer.learner.packing import Pack
-from minitransformer.ops import gpu
+from minitransformer.ops import gpu, linear, logprob
+from minitransformer.ops.autograd import apply
+from minitransformer.ops.mma import STEP
 
-# Of one chunk's logits. Rows are independent, so the size of a chunk cannot move a bit.
-CHUNK_BYTES = 1 << 28
+# Of one part's logits in FP32. The size of a part cannot move a bit.
+CHUNK_BYTES = 1 << 30
 
 
-@torch.no_grad()
-def in_chunks(model: Any, one: Pack, temperatures: Sequence[float], trace: Any, logprob: Callable) -> Tensor:
-    """FP32 [L] of the pack's targets; temperatures: of all the caller's sequences. InputError names a refused row."""
-    batch, ids_L = one.batch, one.target_ids_L
+def log_probs(model: Any, one: Pack, temperatures: Sequence[float], trace: Any, recompute: bool) -> Tensor:
+    """FP32 [L] of the pack's targets, with gradients where they are on; InputError names a refused row.
+
+    temperatures: of all the caller's sequences.
+    """
+    batch, note = one.batch, {} if trace is None else {"note": trace.bind(one.batch)}
     with one.naming_rows():
-        h_TD = model.hidden(batch) if trace is None else model.hidden(batch, note=trace.bind(batch))
+        h_TD = model.hidden(batch, recompute=recompute, **note)
         if h_TD.is_cuda:
             gpu.device.check(h_TD.device)  # now: rows found later would be taken for rows of the logits
-    h_LD, found = h_TD[batch.logit_rows_L], []
-    most = max(1, CHUNK_BYTES // (4 * model.config.vocab_size))
-    for begin, end, temperature in chunks(one.bounds, [temperatures[s] for s in one.sequences], most):
-        with one.naming_rows(begin):
-            found.append(logprob(model.logits(h_LD[begin:end]), ids_L[begin:end], temperature))
-    return torch.cat(found)
+    h_LD = h_TD[batch.logit_rows_L]
+    if trace is not None and trace.wants("logits"):
+        note["note"]("logits", model.logits(h_LD))  # the same bits as the parts'
+    return head(h_LD, model.head, one.target_ids_L, _of_rows(one, temperatures), one.naming_rows)
 
 
-def chunks(bounds: Sequence[int], temperatures: Sequence[float], most: int) -> Iterator[tuple[int, int, float]]:
-    """(begin, end, temperature) of runs of at most `most` rows of one temperature, in order.
+def _of_rows(one: Pack, temperatures: Sequence[float]) -> Tensor:
+    """FP32 [L]: the temperature of each row's sequence."""
+    for s in one.sequences:
+        logprob.check_temperature(temperatures[s])
+    rows_S = torch.tensor([b - a for a, b in pairwise(one.bounds)])
+    of_S = torch.tensor([temperatures[s] for s in one.sequences], dtype=torch.float32)
+    return of_S.repeat_interleave(rows_S).to(one.target_ids_L.device)
 
-    bounds: of each sequence's rows; temperatures: one a sequence.
+
+def head(
+    h_LD: Tensor, weight_VD: Tensor, ids_L: Tensor, temperatures_L: Tensor,
+    naming: Callable[[int], AbstractContextManager] = lambda row: nullcontext(),
+) -> Tensor:  # fmt: skip
+    """linear [L, D] BF16 times [V, D] BF16 to FP32, then logprob of ids int64 at temperatures FP32 -> FP32 [L].
+
+    naming(row): a context for errors of the rows from that one on. Raises what the two operators raise.
     """
-    begin = bounds[0]
-    for s, temperature in enumerate(temperatures):
-        end = bounds[s + 1]
-        if s + 1 < len(temperatures) and temperatures[s + 1] == temperature:
-            continue
-        for a in range(begin, end, most):
-            yield a, min(a + most, end), temperature
-        begin = end
+    return apply(_Head, h_LD, weight_VD, ids_L, temperatures_L, naming)
+
+
+class _Head(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h_LD: Tensor, weight_VD: Tensor, ids_L: Tensor, temperatures_L: Tensor, naming: Callable):
+        rows, found = max(1, CHUNK_BYTES // (4 * weight_VD.shape[0])), []
+        for begin in range(0, h_LD.shape[0], rows):
+            logits = None  # freed before the next ones are made
+            part = slice(begin, begin + rows)
+            with naming(begin):
+                logits = linear.forward(h_LD[part], weight_VD, torch.float32)
+                found.append(logprob.forward(logits, ids_L[part], temperatures_L[part]))
+        log_probs_L, max_sum_L2 = map(torch.cat, zip(*found, strict=True))
+        whole = logits if len(found) == 1 else None
+        ctx.save_for_backward(h_LD, weight_VD, ids_L, temperatures_L, max_sum_L2, whole)
+        return log_probs_L
+
+    @staticmethod
+    def backward(ctx: Any, d_L: Tensor) -> tuple:
+        h_LD, weight_VD, *rows, whole = ctx.saved_tensors
+        need_dh, need_dw = ctx.needs_input_grad[:2]
+        V, dh_LD, dw_VD = weight_VD.shape[0], None, torch.empty_like(weight_VD) if need_dw else None
+        # A step of dX's chain is not cut.
+        columns = V if whole is not None else max(STEP, CHUNK_BYTES // (4 * h_LD.shape[0]) // STEP * STEP)
+        for first in range(0, V, columns):
+            part = slice(first, first + columns)
+            dlogits = _dlogits(h_LD, weight_VD[part], *rows, d_L, whole, first)
+            if need_dh:
+                dh_LD = linear.continue_dx(dlogits, weight_VD[part], dh_LD, last=first + columns >= V)
+            if need_dw:
+                linear.backward(dlogits, h_LD, weight_VD[part], need_dx=False, into=dw_VD[part])
+            del dlogits
+        return dh_LD, dw_VD, None, None, None
+
+
+def _dlogits(
+    h_LD: Tensor, weight_CD: Tensor, ids_L: Tensor, temperatures_L: Tensor, max_sum_L2: Tensor, d_L: Tensor,
+    whole: Tensor | None, first: int,
+) -> Tensor:  # fmt: skip
+    """BF16 [L, C], of the ids from `first` on; whole: these logits, if they were kept."""
+    logits = linear.forward(h_LD, weight_CD, torch.float32) if whole is None else whole
+    return logprob.backward(d_L, logits, ids_L, temperatures_L, max_sum_L2, first, torch.bfloat16)

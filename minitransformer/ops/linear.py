@@ -7,6 +7,7 @@
 Backward, straight through the roundings; dY is rounded to BF16 first when it arrives in FP32 (nearest even):
     dX[t, k] = bf16(chain over n ascending of dY[t, n] * W[n, k])
     dW[n, k] = bf16(chain over t ascending, in packed order, of dY[t, n] * X[t, k])
+A chain may be continued: dX by some rows of W after others, FP32 in between; parts but the last are multiples of 16.
 No bias. Refused: other dtypes, K that does not match, devices without a kernel.
 """
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from minitransformer.ops import cpu, gpu
 from minitransformer.ops.autograd import apply
 from minitransformer.ops.jit import jit
-from minitransformer.ops.mma import chain_bits
+from minitransformer.ops.mma import NO_ACCUMULATOR, STEP, chain_bits
 from minitransformer.ops.rounding import f32_to_bf16
 
 SPEC = "linear/2"
@@ -46,14 +47,28 @@ def forward(x_TK: Tensor, weight_NK: Tensor, out_dtype: torch.dtype = torch.bflo
     return torch.from_numpy(acc) if out_dtype == torch.float32 else round_bf16(acc, PRODUCT_NAN)
 
 
-def backward(dy_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, need_dx=True, need_dw=True) -> tuple:
-    """dY [T, N] BF16 or FP32 -> (dX [T, K] BF16 or None, dW [N, K] BF16 or None)."""
+def backward(dy_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, need_dx=True, need_dw=True, into=None) -> tuple:
+    """dY [T, N] BF16 or FP32 -> (dX [T, K] BF16 or None, dW [N, K] BF16 or None). into: where dW goes."""
     if dy_TN.is_cuda:
-        return gpu.linear_backward.backward(dy_TN, x_TK, weight_NK, need_dx, need_dw)
+        return gpu.linear_backward.backward(dy_TN, x_TK, weight_NK, need_dx, need_dw, into)
     dy = round_bf16(cpu.f32(dy_TN)) if dy_TN.dtype == torch.float32 else dy_TN
     dx = round_bf16(chain_bits(cpu.bf16_bits(dy), cpu.bf16_bits(weight_NK), k_major=True)) if need_dx else None
     dw = round_bf16(chain_bits(cpu.bf16_bits(dy.t()), cpu.bf16_bits(x_TK), k_major=True)) if need_dw else None
-    return dx, dw
+    return dx, dw if into is None else into.copy_(dw)
+
+
+def continue_dx(dy_TN: Tensor, weight_NK: Tensor, acc_TK: Tensor | None, last: bool) -> Tensor:
+    """dX's chain over these rows of the weight, from FP32 acc (None: zero), which may be overwritten.
+
+    dY [T, N] BF16 of these rows -> FP32 [T, K] to go on from, N a multiple of 16; BF16 where they are the last.
+    """
+    if not last and dy_TN.shape[1] % STEP:
+        raise ValueError(f"linear: a part of {dy_TN.shape[1]} rows; all but the last must be multiples of {STEP}")
+    if dy_TN.is_cuda:
+        return gpu.linear_backward.continue_dx(dy_TN, weight_NK, acc_TK, last)
+    start = NO_ACCUMULATOR if acc_TK is None else cpu.f32(acc_TK)
+    acc = chain_bits(cpu.bf16_bits(dy_TN), cpu.bf16_bits(weight_NK), k_major=True, c=start)
+    return round_bf16(acc) if last else torch.from_numpy(acc)
 
 
 class _Linear(torch.autograd.Function):

@@ -199,7 +199,12 @@ class Qwen3MoeForCausalLM(nn.Module):
 
     def logits(self, h_LD: Tensor) -> Tensor:
         """[L, D] BF16 of `hidden` -> [L, V] FP32."""
-        return linear(h_LD, (self.lm_head or self.embed_tokens).weight, torch.float32)
+        return linear(h_LD, self.head, torch.float32)
+
+    @property
+    def head(self) -> Tensor:
+        """[V, D] of the logits; the embedding where they are tied."""
+        return (self.lm_head or self.embed_tokens).weight
 
     def set_recipe(self, recipe: Recipe | str) -> None:
         """Chooses the experts' number format. BF16 weights stay and are quantised when they are used.

@@ -78,15 +78,20 @@ def sum_kernel(
 
 @quick
 @triton.jit
-def backward_kernel(dout_ptr, logits_ptr, ids_ptr, max_sum_ptr, dlogits_ptr, temperature, V, WIDE: tl.constexpr):
+def backward_kernel(
+    dout_ptr, logits_ptr, ids_ptr, temperatures_ptr, max_sum_ptr, dlogits_ptr, first, V, WIDE: tl.constexpr
+):
+    """V columns of the vocabulary, from `first` on; dlogits FP32, or rounded to BF16."""
     t = tl.program_id(0)
     v = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     m, total = tl.load(max_sum_ptr + 2 * t), tl.load(max_sum_ptr + 2 * t + 1)
+    temperature = tl.load(temperatures_ptr + t)
     at = t.to(tl.int64) * V + v
     x = tl.load(logits_ptr + at, mask=v < V, other=0.0)
     p = div(exp2_32((div(x, temperature) - m) * LOG2E), total)
-    hit = tl.where(v == tl.load(ids_ptr + t), 1.0, 0.0)
-    tl.store(dlogits_ptr + at, div(tl.load(dout_ptr + t) * (hit - p), temperature), mask=v < V)
+    hit = tl.where(v + first == tl.load(ids_ptr + t), 1.0, 0.0)
+    d = div(tl.load(dout_ptr + t) * (hit - p), temperature)
+    tl.store(dlogits_ptr + at, d.to(dlogits_ptr.dtype.element_ty), mask=v < V)
 
 
 BLOCK, WIDE, UNROLL = 8192, 2048, 16
@@ -113,12 +118,11 @@ def of_rows(
     return out, max_sum
 
 
-def forward(logits_TV: Tensor, ids_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def forward(logits_TV: Tensor, ids_T: Tensor, temperatures_T: Tensor) -> tuple[Tensor, Tensor]:
     home, T = logits_TV.device, logits_TV.shape[0]
-    (logits,) = device.take("logprob", home, torch.float32, logits_TV)
+    logits, temperatures = device.take("logprob", home, torch.float32, logits_TV, temperatures_T)
     (ids,) = device.take("logprob", home, torch.int64, ids_T)
     if T:
-        temperatures = torch.full((T,), float(temperature), device=home)
         out, max_sum = of_rows(logits, ids, temperatures, where=device.slot("logprob"))
     else:
         out, max_sum = torch.empty(0, device=home), torch.empty(0, 2, device=home)
@@ -126,14 +130,18 @@ def forward(logits_TV: Tensor, ids_T: Tensor, temperature: float) -> tuple[Tenso
     return out, max_sum
 
 
-def backward(dout_T: Tensor, logits_TV: Tensor, ids_T: Tensor, temperature: float, max_sum_T2: Tensor) -> Tensor:
+def backward(
+    dout_T: Tensor, logits_TV: Tensor, ids_T: Tensor, temperatures_T: Tensor, max_sum_T2: Tensor, first: int,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     home, (T, V) = logits_TV.device, logits_TV.shape
-    dout, logits, max_sum = device.take("logprob", home, torch.float32, dout_T, logits_TV, max_sum_T2)
+    floats = dout_T, logits_TV, temperatures_T, max_sum_T2
+    dout, logits, temperatures, max_sum = device.take("logprob", home, torch.float32, *floats)
     (ids,) = device.take("logprob", home, torch.int64, ids_T)
-    dlogits = torch.empty_like(logits)
+    dlogits = torch.empty_like(logits, dtype=dtype)
     if dlogits.numel():
         with on(home):
             backward_kernel[(T, cdiv(V, 1024))](
-                dout, logits, ids, max_sum, dlogits, float(temperature), V, 1024, num_warps=4, **device.ROWS
+                dout, logits, ids, temperatures, max_sum, dlogits, first, V, 1024, num_warps=4, **device.ROWS
             )
     return dlogits

@@ -18,7 +18,8 @@ from minitransformer.ops.gpu.tiles import Tile
 REGISTERS = 168
 GROUP = gl.constexpr(8)
 # What a tile is multiplied by at its end: nothing, a routing weight a row, or outer scales (grouped_linear.py alone).
-PLAIN, WEIGHTED, SCALED = (gl.constexpr(i) for i in range(3))
+# CONTINUED: by nothing, but its accumulators are there already.
+PLAIN, WEIGHTED, SCALED, CONTINUED = (gl.constexpr(i) for i in range(4))
 
 
 @gluon.constexpr_function
@@ -90,8 +91,8 @@ def _produce(
 def _consume(
     which, ring, sizes, pointers, TURNED: gl.constexpr, DEEP: gl.constexpr, GROUPED: gl.constexpr, END: gl.constexpr
 ):  # fmt: skip
-    """Tiles number which, which + 2, ... of this program. END: WEIGHTED by weights[order[row]], or SCALED by
-    fl(weights[row] * order[expert, column]).
+    """Tiles number which, which + 2, ... of this program. END: WEIGHTED by weights[order[row]], SCALED by
+    fl(weights[row] * order[expert, column]), or CONTINUED from weights [M, N], which may be y.
 
     A group waits for its turn before its first step of a tile: a barrier's parity tells a phase from the next alone, so
     a group that waited for steps more than one round of the ring ahead would pass at once.
@@ -113,7 +114,13 @@ def _consume(
         if END == WEIGHTED:  # read here, where there is time, and not before the stores
             rows = row + gl.arange(0, TILE_M, gl.SliceLayout(1, layout))
             weights = gl.load(weights_ptr + gl.load(order_ptr + rows, mask=rows < end, other=0))
-        acc = gl.zeros((TILE_M, TILE_N), gl.float32, layout)
+        if END == CONTINUED:
+            rows = row + gl.arange(0, TILE_M, gl.SliceLayout(1, layout))
+            columns = column + gl.arange(0, TILE_N, gl.SliceLayout(0, layout))
+            at = rows[:, None].to(gl.int64) * N + columns[None, :]
+            acc = gl.load(weights_ptr + at, mask=(rows < end)[:, None] & (columns < N)[None, :], other=0.0)
+        else:
+            acc = gl.zeros((TILE_M, TILE_N), gl.float32, layout)
         mbarrier.wait(turns.index(which), (round_ & 1) ^ (1 - which))  # group 0's first turn is free
         for s in range(steps):
             step = number * steps + s
@@ -196,27 +203,31 @@ def _descriptor(x: Tensor, rows: int, columns: int) -> Window:
 
 
 def _launch(x, w, y, tile: Tile, tiles_m: int, most: int, turned=False, deep=False, experts=(), weights=None) -> None:
-    """experts: (schedule, order) where the product is grouped."""
+    """experts: (schedule, order) where the product is grouped; else weights are accumulators."""
     (M, N), K = y.shape, x.shape[0 if turned else 1]
     schedule, order = experts or (y, y)
+    end = PLAIN if weights is None else WEIGHTED if experts else CONTINUED
     with on(y.device):
         pingpong_kernel[(min(device.multiprocessors(y.device), most),)](
             _descriptor(x, *((tile.k, tile.m) if turned else (tile.m, tile.k))),
             _descriptor(w, *((tile.k, tile.n) if deep else (tile.n, tile.k))),
             y, schedule, y if weights is None else weights, order, tiles_m, M, N, K,
-            tile.stages, turned, deep, bool(experts), int(weights is not None),
+            tile.stages, turned, deep, bool(experts), end.value,
             num_warps=4, maxnreg=REGISTERS, **device.STRICT,
         )  # fmt: skip
 
 
-def product(x: Tensor, w: Tensor, y: Tensor, tile: Tile, turned: bool = False, deep: bool = False) -> None:
+def product(
+    x: Tensor, w: Tensor, y: Tensor, tile: Tile, turned: bool = False, deep: bool = False, start: Tensor | None = None
+) -> None:
     """Fills y [M, N] BF16 or FP32 with the chain of x [M, K] and w [N, K]; turned: x is [K, M]; deep: w is [K, N].
 
+    start: FP32 [M, N] accumulators to begin from, perhaps y.
     Only gradients read w so: with deep a NaN is theirs, 0x7fc0. Contiguous BF16 on one Hopper GPU, rows of x and w at
     multiples of 16 bytes, which the copy engine wants.
     """
     tiles_m = cdiv(y.shape[0], tile.m)
-    _launch(x, w, y, tile, tiles_m, tiles_m * cdiv(y.shape[1], tile.n), turned, deep)
+    _launch(x, w, y, tile, tiles_m, tiles_m * cdiv(y.shape[1], tile.n), turned, deep, weights=start)
 
 
 def grouped(

@@ -21,7 +21,6 @@ from torch.nn import functional
 from minitransformer.batch import Batch
 from minitransformer.devices import naming_memory
 from minitransformer.errors import InputError
-from minitransformer.learner.scoring import CHUNK_BYTES
 from minitransformer.models.qwen3_moe.layers import Note, no_trace
 from minitransformer.plugins.sglang.plugin import check_version, sglang_version
 from minitransformer.plugins.sglang.stock_kernels import ARGUMENTS, SglangKernels
@@ -47,6 +46,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
 CUTS = {  # by attention backend
     "triton": "SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE", "flashinfer": "SGLANG_FLASHINFER_PREFILL_SPLIT_TILE_SIZE"
 }  # fmt: skip
+CHUNK_BYTES = 1 << 28  # of the logits at a time: an engine may hold most of the GPU's memory
 HEADS = (64, 128, 256)  # other sizes take another path in SGLang's RoPE
 # Of one pass, in whole sequences; a longer one goes alone. At the widths of Qwen3-30B-A3B about 2 GB.
 PASS_TOKENS = 16384
@@ -159,7 +159,6 @@ def _one_pass(
     """first: the index of the first of these sequences, for the trace."""
     batch = Batch.packed(sequences, range(first, first + len(sequences))).to(model.device)
     h_TD = hidden(model, batch, kernels, no_trace if trace is None else trace.bind(batch))
-    head = (model.lm_head or model.embed_tokens).weight
     most = max(1, CHUNK_BYTES // (4 * model.config.vocab_size))
     found = []
     for s, ids in enumerate(sequences):
@@ -167,7 +166,7 @@ def _one_pass(
         parts = []
         for a in range(0, len(targets_L), most):
             begin, b = batch.cu_seqlens[s] + a, min(a + most, len(targets_L))
-            logits_LV = kernels.logits(h_TD[begin : begin + b - a], head)
+            logits_LV = kernels.logits(h_TD[begin : begin + b - a], model.head)
             parts.append(kernels.logprob(logits_LV, targets_L[a:b], temperatures[s]).cpu())
         found.append(torch.cat(parts) if parts else torch.empty(0))
     return found

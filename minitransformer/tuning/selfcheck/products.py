@@ -47,6 +47,14 @@ def _linear(home: torch.device) -> Iterator[Pair]:
         if home.type == "cuda" and d is dy:
             tiles = ((tile, partial(_gradients_by, tile)) for tile in gpu.linear_backward.CANDIDATES)
             yield from _also(chosen, home, tiles, d, x, w)
+    for T, N, K in ((150, 136, 192), (2100, 72, 136), (40, 57, 77)):
+        yield both(f"dX of {T} rows in parts", home, _dx_in_parts, values(56, T, N), values(57, N, K, left=False))
+
+
+def _dx_in_parts(dy: Tensor, w: Tensor) -> Tensor:
+    acc = linear.continue_dx(dy[:, :16], w[:16], None, last=False)
+    acc = linear.continue_dx(dy[:, 16:48], w[16:48], acc, last=False)
+    return linear.continue_dx(dy[:, 48:], w[48:], acc, last=True)
 
 
 def _gradients_by(tile: tuple, dy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

@@ -111,6 +111,10 @@ def _logprob(home: torch.device) -> Iterator[Pair]:
         yield both(f"vocabulary of {V}", home, run, x, ids)
         dout, kept = torch.tensor([1.0, -0.3, 2e-20, 7.0, 0.0]), run(x, ids)[1]
         yield both(f"vocabulary of {V}, gradients", home, logprob.backward, dout, x, ids, temperature, kept)
+        back = partial(logprob.backward, first=1024, dtype=BF16)
+        of_rows = torch.linspace(0.5, 2.0, len(ids))
+        some = dout, x[:, 1024:3024].contiguous(), ids, of_rows, kept
+        yield both(f"vocabulary of {V}, gradients of some columns", home, back, *some)
 
 
 DRAWS = ((0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 40, 1.0), (1.3, 0, 0.9), (0.8, 200, 0.95))  # temperature, top_k, top_p
