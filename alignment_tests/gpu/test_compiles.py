@@ -11,7 +11,6 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed: nothing to compile")
 
 import triton
-from triton.backends.compiler import GPUTarget
 
 from alignment_tests.gpu.compile_all import Case, resources, row_cases, tensor_core_cases
 from minitransformer.errors import UnsupportedDevice
@@ -21,7 +20,6 @@ from minitransformer.ops.gpu import (
     cuda,
     few_rows,
     linear,
-    mxfp8,
     pair_product,
     sha256,
 )
@@ -143,20 +141,6 @@ def test_the_experts_dx_is_the_tensor_core_and_what_its_end_says(weighted, tmp_p
     # The assembler waits for each product by itself if it finds a register of one touched too early.
     assert 3 * text.count("WARPGROUP.DEPBAR") < text.count("HGMMA.64"), "products one after another"
     assert "STL" not in text, "spills"
-
-
-# One case a kernel, its first.
-ELSEWHERE = list({case.kernel: case for case in reversed(row_cases())}.values())
-
-
-@pytest.mark.parametrize("capability", [80, 100])
-@pytest.mark.parametrize("case", ELSEWHERE, ids=lambda case: case.name.replace(" ", "-"))
-def test_row_operator_compiles_elsewhere(case: Case, capability: int):
-    """Compiled for sm_80 and sm_100a, never run there: a break is seen, bits are not claimed."""
-    if case.kernel is mxfp8.quantize_kernel and capability < 89:
-        pytest.skip("the conversion to E4M3 is an instruction from sm_89 on")
-    ptx = case.compile(GPUTarget("cuda", capability, 32)).asm["ptx"]
-    assert ".ftz" not in ptx
 
 
 @pytest.mark.parametrize("longest", [1, 2, 8, 512])
