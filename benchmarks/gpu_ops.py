@@ -53,8 +53,7 @@ def main() -> None:
     of = origin()
     print(f"{of['machine']}, Python {platform.python_version()}, sources {of['sources']}")
     sources = {op: partial(getattr(products, op), every=args.every) for op in ("dense", "grouped")}
-    sources |= {"odd": partial(products.dense, products.ODD, args.every)}
-    sources |= {"prefill": attend.prefill, "decode": attend.decode, "rows": row_ops.rows}
+    sources |= {"odd": products.odd, "prefill": attend.prefill, "decode": attend.decode, "rows": row_ops.rows}
     sources |= {"fp4": quantised.products, "experts": quantised.experts, "quantise": quantised.quantisers}
     sources |= {"gradients": gradients.gradients, "pipeline": pipeline.pipeline}
     begin, rows = time.monotonic(), []

@@ -1,5 +1,7 @@
 """linear and grouped_linear on the GPU: bits first, then every schedule's time, against PyTorch's libraries."""
 
+import math
+import random
 from collections.abc import Iterator
 
 import torch
@@ -14,7 +16,7 @@ SHAPES = (
     ("lm_head", 151936, 2048),
 )  # fmt: skip
 ROWS = (1, 8, 32, 128, 512, 2048, 16384)
-ODD = (1100, 1500, 3000, 5000, 12345)  # above 1,024, and no rows of the table of choices
+ODD = (1100, 1500, 3000, 5000, 12345)  # no rows of the table of choices
 TOKENS = (1, 8, 64, 256, 2048, 16384)
 EXPERTS, TOP_K = 128, 8
 
@@ -76,6 +78,25 @@ def dense(rows=ROWS, every=False) -> Iterator[dict]:
                 "tflops": 2e-9 * M * N * K / ours, "tb_s": 2e-9 * (M * K + N * K + M * N) / ours,
             }  # fmt: skip
         del weights
+
+
+def odd(count=36) -> Iterator[dict]:
+    """Numbers of rows that nobody chose: ODD, and random ones whose logarithms are even. wrong: of whole outputs,
+    against the plain tile."""
+    for name, N, K in SHAPES:
+        gen, most = random.Random(N + K), min(16384, (1 << 28) // N)
+        rows = sorted({*ODD, *(int(2 ** gen.uniform(0, math.log2(most))) for _ in range(count))})
+        weights = [torch.randn(N, K, device="cuda", dtype=BF16) * K**-0.5 for _ in range(copies(2 * N * K))]
+        whole = torch.randn(max(rows), K, device="cuda", dtype=BF16)
+        want = gpu.linear.forward(whole, weights[0], BF16, gpu.linear.REFERENCE)
+        for M in rows:
+            x = whole[:M]
+            wrong = differing(linear.forward(x, weights[0]), want[:M])
+            kernels = (linear.forward, lambda x, w: torch.mm(x, w.t()))
+            ours, theirs = medians_ms([[lambda w=w, x=x, f=f: f(x, w) for w in weights] for f in kernels], replays=7)
+            yield {"op": "linear", "shape": name, "M": M, "N": N, "K": K, "wrong": wrong, "ms": ours,
+                   "torch_ms": theirs, "tflops": 2e-9 * M * N * K / ours}  # fmt: skip
+        del weights, whole, want
 
 
 def routing(T: int, seed: int) -> tuple[dispatch.Plan, dispatch.Plan]:
