@@ -121,8 +121,10 @@ test-sglang-newest:
 	@.venv-sglang-newest/bin/pip list 2>/dev/null | grep '^sglang '
 	@MINITRANSFORMER_SGLANG_ANY_VERSION=1 .venv-sglang-newest/bin/python -m pytest --tb=line -m "not gpu" alignment_tests/plugin
 
+# Those that need no arguments. Without a GPU most say so and end.
+BENCHMARKS := chain compare_quantisers gpu_ops head layer host qwen3_30b qwen3_30b_learner
 bench: $(VENV)/.installed
-	@for file in benchmarks/*.py; do echo "-- $$file"; $(PY) "$$file"; done
+	@for name in $(BENCHMARKS); do echo "-- benchmarks/$$name.py"; $(PY) "benchmarks/$$name.py"; done
 
 clean:
 	rm -rf demo .pytest_cache .ruff_cache .hypothesis build

@@ -106,6 +106,9 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", default=["bf16", "nvfp4_per_token"])
     parser.add_argument("--out", type=Path, help="a file for the rows, one JSON object a line")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("no CUDA device: nothing measured")
+        return
     sizes = WIDTHS | dict(num_layers=args.layers, sparse_layers=(True,) * args.layers)
     model = make(Qwen3MoeConfig(**sizes), resolve("cuda"))
     cache = KVCache(model.config, 1024, PAGE, model.device)

@@ -205,6 +205,9 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="write the kernels of each graph to --out")
     parser.add_argument("--out", type=Path, default=Path("build"), help="folder; rows are added to its qwen3_30b.jsonl")
     args = parser.parse_args()
+    if not (args.tiny or torch.cuda.is_available()):
+        print("no CUDA device: nothing measured")
+        return
     args.out.mkdir(parents=True, exist_ok=True)
     device = resolve("cpu" if args.tiny else "cuda")
     sizes = WIDTHS | dict(num_layers=args.layers, sparse_layers=(True,) * args.layers) | (TINY if args.tiny else {})
