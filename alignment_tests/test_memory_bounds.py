@@ -90,3 +90,8 @@ def test_experts_have_their_rows_alone(recipe):
     with torch.no_grad():
         used = peak(lambda: mlp.experts(mlp, x, plan, weights, no_trace))
     assert used < max(16 * T * K * (D + 2 * F), mlp.gate_up.weight.nbytes) < T * E * F // 4, used
+
+
+def test_every_expert_for_every_token_is_seen():
+    x, w = torch.ones(200, 16), torch.ones(64, 32, 16)
+    assert peak(lambda: torch.einsum("td,efd->tef", x, w).sum()) >= 4 * 200 * 64 * 32

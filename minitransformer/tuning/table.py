@@ -69,6 +69,11 @@ class Proven(NamedTuple):
     def holds(self, M: int) -> bool:
         return any(first <= M <= last and (M - first) % step == 0 for first, last, step in self.rows)
 
+    def above(self, M: int) -> "Proven":
+        """The part of more than M rows."""
+        later = ((first + max(0, -((first - M - 1) // step)) * step, last, step) for first, last, step in self.rows)
+        return self._replace(rows=tuple(span for span in later if span[0] <= span[1]))
+
 
 class Choice(NamedTuple):
     """tile: as in Row; None: the operator's own choice. library: its name, to be used if `proven`, or once it is."""
@@ -129,12 +134,13 @@ class Table:
             temporary.write_text(self.text(), encoding="utf-8")
 
     def updated(self, other: "Table") -> "Table":
-        """This table with the other's rows and proofs in place of its own of the same product (and M)."""
+        """This table with the other's rows in place of its own of the same product and M, and the other's proofs in
+        place of its own of a product up to the other's largest M."""
         new = {(row.product, row.M) for row in other.rows}
-        proofs = {(p.product, p.library) for p in other.proven}
         rows = [row for row in self.rows if (row.product, row.M) not in new] + other.rows
-        proven = [p for p in self.proven if (p.product, p.library) not in proofs] + other.proven
-        return Table(other.machine, other.spec, rows, proven, self.path)
+        most = {product: max(M for p, M in new if p == product) for product, _ in new}
+        later = [p.above(most.get(p.product, 0)) for p in self.proven]
+        return Table(other.machine, other.spec, rows, [p for p in later if p.rows] + other.proven, self.path)
 
 
 def read(path: Path) -> Table:
