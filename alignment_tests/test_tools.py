@@ -23,8 +23,9 @@ TOOLS = {
     "g++": lambda: shutil.which("g++"),  # CUDA C++ on a CPU, the oracle of NVFP4
     "cuda_fp4.h": lambda: (Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include" / "cuda_fp4.h").exists(),
     "NVRTC or nvcc": cuda_compiler,  # every .cu file for sm_90a
-    **{name: lambda name=name: importlib.util.find_spec(name) for name in ("triton", "transformers", "matplotlib")},
 }
+PACKAGES = "triton", "transformers", "compressed_tensors", "matplotlib"
+TOOLS |= {name: lambda name=name: importlib.util.find_spec(name) for name in PACKAGES}
 
 
 @pytest.mark.skipif("CI" not in os.environ, reason="no CI: tests that lack a tool say so one by one")
