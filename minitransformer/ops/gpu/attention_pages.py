@@ -18,9 +18,12 @@ def gather_kernel(
     k_ptr, v_ptr, k_out_ptr, v_out_ptr, key_rows_ptr, starts_ptr, positions_ptr, bounds_ptr, max_keys, stride,
     KEYS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of keys, sequence): the store's rows in order of position; zeros to the end of the last tile."""
+    """Program (tile of keys, sequence): the store's rows in order of position; zeros to the end of the last tile.
+
+    A sequence without tokens has no keys (graphs of prefills, plugins/sglang/prefill_graphs.py)."""
     tile, sequence = tl.program_id(0), tl.program_id(1)
-    last = tl.load(positions_ptr + tl.load(bounds_ptr + sequence + 1) - 1).to(tl.int32)
+    begin, end = tl.load(bounds_ptr + sequence), tl.load(bounds_ptr + sequence + 1)
+    last = tl.load(positions_ptr + end - 1, mask=begin < end, other=-1).to(tl.int32)
     if tile * KEYS <= last:
         j = tile * KEYS + tl.arange(0, KEYS)
         row = tl.load(key_rows_ptr + sequence.to(tl.int64) * max_keys + j, mask=j <= last, other=0)

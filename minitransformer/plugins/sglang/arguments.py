@@ -40,7 +40,7 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_unified_memory": ((False,), "keys and values lie layer by layer"),
     "disaggregation_mode": (("null", None), "prefill and decode run in one server"),
     "cuda_graph_backend_decode": ((None, "full", "disabled"), "a decode step is one graph or none"),
-    "cuda_graph_backend_prefill": ((None, "disabled"), "a prefill is launched, not captured; leave it out"),
+    "cuda_graph_backend_prefill": ((None, "disabled"), "a short prefill is a graph of ours; 'disabled': none"),
     "cuda_graph_config": ((None,), "a decode step is one graph or none: --cuda-graph-backend-decode full"),
     "model_impl": (("auto", "sglang"), "the model is miniTransformer's own"),
 }  # fmt: skip

@@ -11,6 +11,8 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend as Base
 
 from minitransformer.batch import Batch
+from minitransformer.models.qwen3_moe.layers import no_trace
+from minitransformer.plugins.sglang.prefill_graphs import SIZES, PrefillGraphs
 
 
 def translate(forward_batch: Any, req_to_token: torch.Tensor, num_store_rows: int) -> Batch:
@@ -48,6 +50,7 @@ class AttentionBackend(Base):
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.batch: Batch | None = None
+        self.prefills: PrefillGraphs | None = None
         self.captured: list[Batch] = []  # graphs read what the operators keep beside a batch
 
     @property
@@ -88,6 +91,13 @@ class AttentionBackend(Base):
             self.batch.__dict__.update(kept)
         self.captured = [one for one in self.captured if one.cu_seqlens != self.batch.cu_seqlens] + [self.batch]
 
+    def hidden(self, model: Any, forward_batch: Any, note: Any) -> torch.Tensor:
+        """The model's `hidden` of the step's batch."""
+        found = None
+        if self.prefills is not None and note is no_trace and forward_batch.forward_mode.is_extend():
+            found = self.prefills.run(self.batch)
+        return model.hidden(self.batch, Pool(self.token_to_kv_pool), note) if found is None else found
+
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
 
@@ -100,3 +110,13 @@ class Pool:
 
     def __init__(self, token_to_kv_pool: Any) -> None:
         self.k, self.v = token_to_kv_pool.k_buffer, token_to_kv_pool.v_buffer
+
+
+def with_prefills(original: Any, runner: Any, *rest: Any, **options: Any) -> None:
+    """ModelRunner.init_cuda_graphs: after SGLang's own, which are of decode steps, ours of prefills."""
+    original(runner, *rest, **options)
+    args, attention = runner.server_args, runner.attn_backend
+    asked, off = args.cuda_graph_bs_prefill, args.cuda_graph_config.decode.backend == "disabled"
+    if isinstance(attention, AttentionBackend) and not off and args.cuda_graph_backend_prefill != "disabled":
+        pool = Pool(attention.token_to_kv_pool)
+        attention.prefills = PrefillGraphs(runner.model.model, pool, attention.num_rows, asked or SIZES)

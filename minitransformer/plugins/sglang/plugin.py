@@ -110,6 +110,7 @@ def activate() -> None:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.managers.tp_worker import BaseTpWorker
     from sglang.srt.mem_cache.allocator import paged
+    from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.model_executor.model_runner_components import weight_updater
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.sampling.sampling_params import SamplingParams
@@ -130,6 +131,7 @@ def activate() -> None:
     _wrap(TokenizerManager, "_create_tokenized_object", arguments.tokenized)
     _wrap(SamplingParams, "verify", arguments.verify)
     _wrap(SamplingBatchInfo, "from_schedule_batch", logits.with_seeds)
+    _wrap(ModelRunner, "init_cuda_graphs", batch.with_prefills)
     _wrap(Scheduler, "process_batch_result", logits.before_results)
     _wrap(BaseTpWorker, "_deserialize_own_rank", weights.readable)
     for route in ("tensor", "disk", "distributed"):

@@ -70,14 +70,13 @@ class Qwen3MoeForCausalLM(nn.Module):
     def forward(self, input_ids: Tensor, positions: Tensor, forward_batch: Any, **_: Any) -> Any:
         from sglang.srt.model_executor.forward_context import get_attn_backend
 
-        from minitransformer.plugins.sglang.batch import Pool
         from minitransformer.plugins.sglang.routed import noting
 
         backend = get_attn_backend()
         if backend.batch is None:  # an idle step
             hidden_TD = self.model.embed_tokens.weight.new_empty(0, self.model.config.hidden_size)
         else:
-            hidden_TD = self.model.hidden(backend.batch, Pool(backend.token_to_kv_pool), noting())
+            hidden_TD = backend.hidden(self.model, forward_batch, noting())
         return self.logits_processor(input_ids, hidden_TD, None, forward_batch)
 
 

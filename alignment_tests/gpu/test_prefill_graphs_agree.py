@@ -1,0 +1,52 @@
+"""Graphs of prefills (plugins/sglang/prefill_graphs.py) on a GPU: the eager pass's bits, keys and values too."""
+
+import pytest
+import torch
+
+from alignment_tests.bits import assert_bits_equal
+from alignment_tests.learner.tiny import tiny_model
+from alignment_tests.plugin import laws
+from minitransformer.batch import Batch
+from minitransformer.ops import gpu
+from minitransformer.plugins.sglang.prefill_graphs import PrefillGraphs
+from minitransformer.sampler.cache import KVCache
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing to compare with the CPU"),
+]
+DEVICE, PAGE, PAGES, SIZES = "cuda", 16, 400, (128, 256, 1024)
+# New tokens of each sequence, and how many lie before them.
+BATCHES = [
+    ([90], [0]), ([1], [0]), ([33], [1500]), ([128], [0]), ([129], [3]), ([40, 1, 64], [0, 77, 1016]),
+    ([9] * 8, [5] * 8), ([1000], [100]), ([1024], [0]), ([3, 1000], [1021, 0]), ([64], [64]),
+]  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4_per_token"])
+@pytest.mark.parametrize("heads", [(4, 2, 64), (8, 1, 128)])
+def test_a_replay_has_the_bits_of_the_eager_pass(recipe, heads):
+    num_heads, num_kv_heads, head_dim = heads
+    model = tiny_model(
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, hidden_size=128, max_positions=2048,
+        num_layers=2, sparse_layers=(True, True),
+    ).to(DEVICE)  # fmt: skip
+    model.set_recipe(recipe)
+    ours, theirs = (KVCache(model.config, PAGES, PAGE, DEVICE) for _ in range(2))
+    rng = torch.Generator(DEVICE).manual_seed(0)
+    for a, b in zip(ours.k + ours.v, theirs.k + theirs.v, strict=True):
+        a.normal_(generator=rng)
+        b.copy_(a)
+    graphs = PrefillGraphs(model, ours, PAGE * PAGES, SIZES)
+    assert graphs.sizes == list(SIZES)
+    order = 1 + torch.randperm(PAGES - 1, generator=torch.Generator().manual_seed(1))
+    for new, starts in BATCHES * 2:  # the second time each finds what others have left
+        counts = [-(-(n + start) // PAGE) for n, start in zip(new, starts, strict=True)]
+        tables = [t.tolist() for t in order[: sum(counts)].split(counts)]
+        batch = Batch.paged(laws.prompts(new, model.config.vocab_size), starts, tables, PAGE).to(DEVICE)
+        got, want, rows = graphs.run(batch), model.hidden(batch, theirs), batch.store_rows_T
+        assert_bits_equal(got, want, f"{new} {starts}")
+        for i, (a, b) in enumerate(zip(ours.k + ours.v, theirs.k + theirs.v, strict=True)):
+            assert_bits_equal(a[rows], b[rows], f"{new} {starts}: cache {i}")
+        gpu.device.check(rows.device)

@@ -1,0 +1,126 @@
+"""CUDA graphs of short prefills: one replay in place of a thousand launches, with the bits of the eager pass.
+
+A prefill of a thousand tokens waits for the host, which launches some eighteen kernels a layer. A graph is of a number
+of tokens and of REQUESTS sequences; bounds, positions and rows of the pool are data, so it serves prompts, chunks and
+what follows a cached prefix alike. Sequences that a batch does not have are empty, and the tokens that it does not have
+are one more sequence, whose keys and values go to a row that nobody reads. Rows never see each other.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minitransformer.batch import Batch
+from minitransformer.ops import gpu
+from minitransformer.ops.attention import KEY_TILE
+
+SIZES = (128, 256, 512, 768, 1024, 1536, 2048)  # tokens; beyond, the GPU takes longer than the host
+REQUESTS = 8
+KEYS = 8192  # of all sequences, each rounded up to whole tiles
+SPARE_ROW = 0  # SGLang gives it to no request: its own padding is written there
+log = logging.getLogger("minitransformer")
+
+
+def takes(config: Any) -> bool:
+    """Whether the attention kernel that reads a batch's bounds on the GPU takes these heads."""
+    group = config.num_heads // config.num_kv_heads
+    return isinstance(gpu.attention.choose(KEY_TILE + 1, group, config.head_dim, False), gpu.attention.Prefill)
+
+
+class PrefillGraphs:
+    """The graphs of one model and pool, captured when it is made. sizes: of which there are any, ascending.
+
+    pool: keys and values as the model's cache, `num_rows` rows a layer. It is all on one GPU, and used on one stream at
+    a time. A size for which there is no memory, and those above it, are left out.
+    """
+
+    def __init__(self, model: Any, pool: Any, num_rows: int, sizes: Sequence[int] = SIZES) -> None:
+        home, most = model.device, model.config.max_positions  # tokens that pad have positions, too
+        sizes = sorted({n for n in sizes if KEY_TILE < n <= min(most, KEYS)}) if takes(model.config) else []
+        largest = max(sizes, default=0)
+        self.model, self.pool, self.sizes = model, pool, []
+        self.numbers = torch.zeros(2 * REQUESTS + 3, dtype=torch.int32, device=home)  # bounds, then where keys begin
+        self.counting_T = torch.arange(largest, device=home)
+        self.inputs = Batch(
+            ids_T=self.counting_T % model.config.vocab_size,  # of padding: unlike, so that no expert gets them all
+            positions_T=self.counting_T.clone(),
+            cu_seqlens=(),
+            kv_lens=(KEYS, *[0] * REQUESTS),  # how much room gathered keys need
+            key_rows_SL=torch.full((REQUESTS + 1, KEYS), SPARE_ROW, device=home),
+            store_rows_T=torch.full((largest,), SPARE_ROW, device=home),
+            logit_rows_L=None,
+            request_ids=tuple(range(REQUESTS + 1)),
+            num_store_rows=num_rows,
+        )
+        self.graphs: dict[int, tuple[Any, Tensor]] = {}
+        began, memory = time.monotonic(), None
+        try:
+            for size in sizes:
+                memory = self._capture(size, memory)
+                self.sizes.append(size)
+        except torch.OutOfMemoryError as error:
+            log.warning("no memory for a graph of a prefill of %s tokens: such run eagerly (%s)", size, error)
+        log.info("graphs of prefills of up to %s tokens: %.1f s", self.sizes, time.monotonic() - began)
+
+    def run(self, batch: Batch) -> Tensor | None:
+        """The model's `hidden` of the batch, [T, D]; keys and values are stored. None where no graph takes it."""
+        size = self.size_for(batch)
+        if size is None:
+            return None
+        self.fill(batch, size)
+        graph, hidden_TD = self.graphs[size]
+        graph.replay()
+        return hidden_TD[: batch.cu_seqlens[-1]].clone()  # the next replay writes there
+
+    def size_for(self, batch: Batch) -> int | None:
+        tokens = batch.cu_seqlens[-1]
+        size = next((n for n in self.sizes if n >= tokens), None)
+        if size is None or batch.num_sequences > REQUESTS:
+            return None
+        return size if sum(-(-n // KEY_TILE) for n in (*batch.kv_lens, size - tokens)) * KEY_TILE <= KEYS else None
+
+    def fill(self, batch: Batch | None, size: int) -> None:
+        """What the graph of `size` tokens reads becomes this batch, padded; None: padding alone."""
+        ends, kv_lens = (batch.cu_seqlens, batch.kv_lens) if batch is not None else ((0,), ())
+        tokens, absent = ends[-1], REQUESTS - len(kv_lens)
+        starts = gpu.attention_pages.starts((*kv_lens, *[0] * absent, size - tokens))
+        numbers = torch.tensor([*ends, *[tokens] * absent, size, *starts], dtype=torch.int32)
+        # Pinned, so that the host goes on while the GPU still computes what came before.
+        self.numbers.copy_(numbers.pin_memory() if self.numbers.is_cuda else numbers, non_blocking=True)
+        to = self.inputs
+        to.positions_T[tokens:size] = self.counting_T[: size - tokens]
+        to.store_rows_T[tokens:size] = SPARE_ROW
+        if batch is not None:
+            to.ids_T[:tokens], to.positions_T[:tokens] = batch.ids_T, batch.positions_T
+            to.store_rows_T[:tokens] = batch.store_rows_T
+            to.key_rows_SL[: len(kv_lens), : batch.key_rows_SL.shape[1]] = batch.key_rows_SL
+
+    def batch(self, size: int) -> Batch:
+        """What the graph of `size` tokens reads. On the host one sequence has them all: the kernels read `numbers`."""
+        to, some = self.inputs, slice(size)
+        made = replace(
+            to, ids_T=to.ids_T[some], positions_T=to.positions_T[some], store_rows_T=to.store_rows_T[some],
+            cu_seqlens=(0, *[size] * (REQUESTS + 1)),
+        )  # fmt: skip
+        bounds, starts = self.numbers[: REQUESTS + 2], self.numbers[REQUESTS + 2 :]
+        home = self.numbers.device
+        made.__dict__.update(_bounds_on={("bounds", home): bounds, ("starts", home): starts}, _contiguous=False)
+        return made
+
+    @torch.no_grad()
+    def _capture(self, size: int, memory: Any) -> Any:
+        """-> the memory that the graphs share."""
+        self.fill(None, size)
+        batch = self.batch(size)
+        self.model.hidden(batch, self.pool)  # once eagerly: kernels are compiled and chosen
+        gpu.device.clear(self.numbers.device)  # of padding; what is found from here on belongs to requests
+        graph, memory = torch.cuda.CUDAGraph(), memory or torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=memory):
+            hidden_TD = self.model.hidden(batch, self.pool)
+        self.graphs[size] = graph, hidden_TD
+        return memory
