@@ -50,6 +50,9 @@ MUTATIONS = {
     "the log-prob at the draw's temperature": ("sample", "rows.log_prob_temperatures, tops)[0]",
                                                "rows.temperatures, tops)[0]", "draw"),
     "one token more than top_k": ("sample", "min(d.top_k or V, V)", "min((d.top_k or V) + 1, V)", "draw"),
+    "keys of a sequence without tokens": ("attention_pages", "mask=begin < end, other=-1", "mask=end > 0, other=-1",
+                                          "pages"),
+    "keys past the end": ("attention_pages", "(j <= last)[:, None] & inside", "inside", "pages"),
     "the mass of all instead of top_k's": ("sample", "reached.gather(1, most - 1)", "reached[:, -1:]", "draw"),
 }  # fmt: skip
 
@@ -186,8 +189,26 @@ def _guess() -> Iterator[tuple[str, int]]:
         yield f"guess {scale:g} is near", int((above[usual] > rounded[usual] + 0.11).sum())
 
 
+def _pages() -> Iterator[tuple[str, int]]:
+    """Empty sequences too, whose rows are another batch's: graphs of prefills have them."""
+    kv_lens, ends = (0, 70, 0, 64, 3), torch.tensor([0, 0, 2, 2, 3, 6], dtype=torch.int32)
+    starts = torch.tensor(_kernels("attention_pages").starts(kv_lens), dtype=torch.int32)
+    positions = torch.tensor([68, 69, 63, 0, 1, 2])
+    rows_SL = torch.full((5, 70), 89)
+    for s, n in enumerate(kv_lens):
+        rows_SL[s, :n] = inputs.integers(24 + s, 1 << 40, 90).argsort()[:n]
+    for G, H in ((2, 64), (3, 128)):
+        k, v = inputs.bf16(22, 90, G, H), inputs.bf16(23, 90, G, H)
+        got = _kernels("attention_pages").gather(k, v, rows_SL, positions, ends, starts, kv_lens)
+        for cache, made in zip((k, v), got, strict=True):
+            want = torch.zeros_like(made)
+            for s, n in enumerate(kv_lens):
+                want[starts[s] : starts[s] + n] = cache[rows_SL[s, :n]]
+            yield f"pages {G} {H}", wrong([made], [want])
+
+
 SOURCES = {"plan": _plan, "spread": _spread, "router": _router, "norm": _norm, "qkv": _qkv, "swiglu": _swiglu,
-           "logprob": _logprob, "draw": _draw, "guess": _guess}  # fmt: skip
+           "logprob": _logprob, "draw": _draw, "guess": _guess, "pages": _pages}  # fmt: skip
 
 if __name__ == "__main__":
     emulator.main(SOURCES, MUTATIONS)

@@ -1,6 +1,7 @@
 """The CUDA C++ of attention for many queries on a CPU: the bits of attention, and faults in its text that are seen."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,6 +46,18 @@ def check(case: str, text: str | None = None) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_has_the_bits_of_the_spec(case):
     check(case)
+
+
+def test_empty_sequences_are_passed_over():
+    """As a graph of prefills has them (plugins/sglang/prefill_graphs.py)."""
+    batch = Batch.paged([[0] * 70, [0] * 20], [3, 0], [range(73), range(73, 93)], 1)
+    q, k, v = (inputs.bf16(i, n, h, 64) for i, n, h in ((1, 90, 2), (2, 93, 1), (3, 93, 1)))
+    with_empty = SimpleNamespace(
+        positions_T=batch.positions_T, cu_seqlens=(0, 0, 70, 70, 70, 90), kv_lens=(0, 73, 0, 0, 20), num_sequences=5
+    )
+    got, want = emulated.forward(q, k, v, with_empty, 2, Prefill(2)), attention.forward(q, k, v, batch)
+    for a, b, what in zip(got, want, "oml", strict=True):
+        assert_bits_equal(a, b, what)
 
 
 # A fault in the text: what it replaces, by what, and the case that must see it.
