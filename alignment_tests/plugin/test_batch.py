@@ -13,12 +13,15 @@ import torch
 from alignment_tests.bits import assert_bits_equal
 from alignment_tests.plugin import engines, laws
 from minitransformer.batch import Batch
+from minitransformer.models.qwen3_moe.layers import no_trace
+from minitransformer.plugins.sglang.prefill_graphs import SIZES, needed
 
 NAME = "sglang.srt.layers.attention.base_attn_backend"
 BASE = ModuleType(NAME)
 BASE.AttentionBackend = object
 PARENTS = {NAME.rsplit(".", n)[0]: ModuleType(NAME.rsplit(".", n)[0]) for n in range(1, 5)}
 with patch.dict(sys.modules, PARENTS | {NAME: BASE}):
+    from minitransformer.plugins.sglang import batch as ours
     from minitransformer.plugins.sglang.batch import AttentionBackend, Pool
 
 ROWS, CONTEXT = 64, 24
@@ -27,6 +30,9 @@ ROWS, CONTEXT = 64, 24
 class Mode(SimpleNamespace):
     def is_decode(self) -> bool:
         return self.kind == "decode"
+
+    def is_extend(self) -> bool:
+        return self.kind == "extend"
 
     def is_idle(self) -> bool:
         return self.kind == "idle"
@@ -119,3 +125,48 @@ def decode(model, backend, ids, padding: int, graph: bool = False):
 def test_an_idle_step_has_no_batch(backend):
     backend.init_forward_metadata(SimpleNamespace(forward_mode=Mode(kind="idle")))
     assert backend.batch is None
+
+
+def test_prefills_alone_are_asked_of_the_graphs(model, backend):
+    """A decode step may be under capture."""
+    ids = laws.prompts([n + 1 for n in LENGTHS], engines.VOCAB)
+    step = extend(backend, ids, [0, 0, 0], LENGTHS)
+    backend.init_forward_metadata(step)
+    asked, replayed = [], torch.zeros(1)
+    backend.prefills = SimpleNamespace(run=lambda batch: asked.append(batch) or replayed)
+    with torch.no_grad():
+        assert backend.hidden(model, step, no_trace) is replayed and asked == [backend.batch]
+        want = model.hidden(backend.batch, Pool(backend.token_to_kv_pool))
+        backend.prefills = SimpleNamespace(run=lambda batch: None)
+        assert_bits_equal(backend.hidden(model, step, no_trace), want, "that no graph takes")
+        backend.prefills = SimpleNamespace(run=asked.append)
+        step.forward_mode.kind = "decode"
+        assert_bits_equal(backend.hidden(model, step, no_trace), want, "decode")
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("decode", "prefill", "sizes", "made"),
+    [("full", None, None, [128, 256, 512]), ("full", None, [200, 700], [200, 700]), ("full", "disabled", None, None),
+     ("disabled", None, None, None)],
+)  # fmt: skip
+def test_prefills_have_graphs_where_decode_steps_have(model, backend, monkeypatch, decode, prefill, sizes, made):
+    found = []
+    monkeypatch.setitem(sys.modules, "minitransformer.plugins.sglang.routed", SimpleNamespace(noting=lambda: "note"))
+    monkeypatch.setattr(ours, "PrefillGraphs", lambda *args: found.append(args) or "graphs")
+    args = SimpleNamespace(
+        cuda_graph_bs_prefill=sizes, cuda_graph_backend_prefill=prefill,
+        chunked_prefill_size=300, cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend=decode)),
+    )  # fmt: skip
+    runner = SimpleNamespace(server_args=args, attn_backend=backend, model=SimpleNamespace(model=model))
+    seen = []
+    ours.with_prefills(lambda *given: seen.append(given), runner, True)
+    assert seen == [(runner, True)] and backend.prefills == (None if made is None else "graphs")
+    if made is not None:
+        ((model_, pool, *rest),) = found
+        assert model_ is model and pool.k is backend.token_to_kv_pool.k_buffer and rest == [ROWS, made, "note"]
+
+
+def test_sizes_end_where_a_chunk_fits():
+    assert needed(SIZES, 64) == [128] and needed(SIZES, 128) == [128] and needed(SIZES, 129) == [128, 256]
+    assert needed(SIZES, 8192) == needed(SIZES, -1) == list(SIZES)

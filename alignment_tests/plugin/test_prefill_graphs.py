@@ -29,7 +29,7 @@ class Eager(PrefillGraphs):
 
     def _capture(self, size, memory):
         rows = torch.empty(size, self.model.config.hidden_size, dtype=torch.bfloat16)
-        replay = lambda: rows.copy_(self.model.hidden(self.read(size), self.pool))  # noqa: E731
+        replay = lambda: rows.copy_(self.model.hidden(self.read(size), self.pool, self.note))  # noqa: E731
         self.graphs[size] = SimpleNamespace(replay=replay), rows
 
     def read(self, size: int) -> Batch:

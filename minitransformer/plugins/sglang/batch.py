@@ -11,8 +11,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend as Base
 
 from minitransformer.batch import Batch
-from minitransformer.models.qwen3_moe.layers import no_trace
-from minitransformer.plugins.sglang.prefill_graphs import SIZES, PrefillGraphs
+from minitransformer.plugins.sglang.prefill_graphs import SIZES, PrefillGraphs, needed
 
 
 def translate(forward_batch: Any, req_to_token: torch.Tensor, num_store_rows: int) -> Batch:
@@ -92,9 +91,9 @@ class AttentionBackend(Base):
         self.captured = [one for one in self.captured if one.cu_seqlens != self.batch.cu_seqlens] + [self.batch]
 
     def hidden(self, model: Any, forward_batch: Any, note: Any) -> torch.Tensor:
-        """The model's `hidden` of the step's batch."""
+        """The model's `hidden` of the step's batch. note: as that of the graphs of prefills."""
         found = None
-        if self.prefills is not None and note is no_trace and forward_batch.forward_mode.is_extend():
+        if self.prefills is not None and forward_batch.forward_mode.is_extend():
             found = self.prefills.run(self.batch)
         return model.hidden(self.batch, Pool(self.token_to_kv_pool), note) if found is None else found
 
@@ -114,9 +113,12 @@ class Pool:
 
 def with_prefills(original: Any, runner: Any, *rest: Any, **options: Any) -> None:
     """ModelRunner.init_cuda_graphs: after SGLang's own, which are of decode steps, ours of prefills."""
+    from minitransformer.plugins.sglang.routed import noting
+
     original(runner, *rest, **options)
     args, attention = runner.server_args, runner.attn_backend
-    asked, off = args.cuda_graph_bs_prefill, args.cuda_graph_config.decode.backend == "disabled"
+    sizes, off = args.cuda_graph_bs_prefill or SIZES, args.cuda_graph_config.decode.backend == "disabled"
     if isinstance(attention, AttentionBackend) and not off and args.cuda_graph_backend_prefill != "disabled":
-        pool = Pool(attention.token_to_kv_pool)
-        attention.prefills = PrefillGraphs(runner.model.model, pool, attention.num_rows, asked or SIZES)
+        model, pool = runner.model.model, Pool(attention.token_to_kv_pool)
+        sizes = needed(sizes, args.chunked_prefill_size)
+        attention.prefills = PrefillGraphs(model, pool, attention.num_rows, sizes, noting())

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from minitransformer.batch import Batch
+from minitransformer.models.qwen3_moe.layers import Note, no_trace
 from minitransformer.ops import gpu
 from minitransformer.ops.attention import KEY_TILE
 
@@ -24,6 +25,12 @@ REQUESTS = 8
 KEYS = 8192  # of all sequences, each rounded up to whole tiles
 SPARE_ROW = 0  # SGLang gives it to no request: its own padding is written there
 log = logging.getLogger("minitransformer")
+
+
+def needed(sizes: Sequence[int], chunk: int) -> list[int]:
+    """Of the sizes, those up to the first that holds a chunk; chunk: tokens of a prefill at most, or none."""
+    enough = min((n for n in sizes if n >= chunk), default=None) if chunk > 0 else None
+    return [n for n in sizes if enough is None or n <= enough]
 
 
 def takes(config: Any) -> bool:
@@ -35,15 +42,18 @@ def takes(config: Any) -> bool:
 class PrefillGraphs:
     """The graphs of one model and pool, captured when it is made. sizes: of which there are any, ascending.
 
-    pool: keys and values as the model's cache, `num_rows` rows a layer. It is all on one GPU, and used on one stream at
-    a time. A size for which there is no memory, and those above it, are left out.
+    pool: keys and values as the model's cache, `num_rows` rows a layer; note: of the model's `hidden`, what it does is
+    part of the graphs. It is all on one GPU, and used on one stream at a time. A size for which there is no memory, and
+    those above it, are left out.
     """
 
-    def __init__(self, model: Any, pool: Any, num_rows: int, sizes: Sequence[int] = SIZES) -> None:
+    def __init__(
+        self, model: Any, pool: Any, num_rows: int, sizes: Sequence[int] = SIZES, note: Note = no_trace
+    ) -> None:
         home, most = model.device, model.config.max_positions  # tokens that pad have positions, too
         sizes = sorted({n for n in sizes if KEY_TILE < n <= min(most, KEYS)}) if takes(model.config) else []
         largest = max(sizes, default=0)
-        self.model, self.pool, self.sizes = model, pool, []
+        self.model, self.pool, self.note, self.sizes = model, pool, note, []
         self.numbers = torch.zeros(2 * REQUESTS + 3, dtype=torch.int32, device=home)  # bounds, then where keys begin
         self.counting_T = torch.arange(largest, device=home)
         self.inputs = Batch(
@@ -117,10 +127,10 @@ class PrefillGraphs:
         """-> the memory that the graphs share."""
         self.fill(None, size)
         batch = self.batch(size)
-        self.model.hidden(batch, self.pool)  # once eagerly: kernels are compiled and chosen
+        self.model.hidden(batch, self.pool, self.note)  # once eagerly: kernels are compiled and chosen
         gpu.device.clear(self.numbers.device)  # of padding; what is found from here on belongs to requests
         graph, memory = torch.cuda.CUDAGraph(), memory or torch.cuda.graph_pool_handle()
         with torch.cuda.graph(graph, pool=memory):
-            hidden_TD = self.model.hidden(batch, self.pool)
+            hidden_TD = self.model.hidden(batch, self.pool, self.note)
         self.graphs[size] = graph, hidden_TD
         return memory

@@ -14,6 +14,7 @@ def noting() -> Note:
 
     def note(stage: str, tensor: Tensor, plan: object = None) -> None:
         if stage.endswith(".expert_ids"):
-            capturer.capture(int(stage.split(".")[1]), tensor)
+            room = len(capturer.device_cache.buffer)  # of the tokens that pad a graph there may be more
+            capturer.capture(int(stage.split(".")[1]), tensor[:room])
 
     return note
