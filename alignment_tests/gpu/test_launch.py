@@ -1,5 +1,6 @@
 """The short way of a launch (ops/gpu/launch.py) runs the code that Triton would run, with the same arguments."""
 
+import ctypes
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -214,3 +215,33 @@ def test_a_thread_gets_a_context_before_its_first_launch(monkeypatch):
             for _ in range(3):
                 fresh.submit(launch.on, home).result()
         assert len(asked) == threads
+
+
+def test_a_launch_in_cpp_is_made_again_with_what_has_changed(monkeypatch):
+    """As a repeated layer makes it (ops/gpu/repeat.py): the driver gets what a launch of its own would give it."""
+    seen = []
+
+    def given(config, function, pointers, extra):
+        config = config._obj
+        read = [ctypes.cast(at, ctypes.POINTER(kind)).contents.value for at, kind in zip(pointers, kinds, strict=True)]
+        how = config.x, config.threads, config.shared, config.stream, config.count
+        seen.append((function, how, [(config.attributes[i].id, config.attributes[i].value) for i in range(2)], read))
+        return 0
+
+    kinds = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_float, ctypes.c_void_p
+    monkeypatch.setattr(cuda, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=given))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    x, y, told = torch.zeros(4), torch.zeros(4), []
+    launch.watch(SimpleNamespace(launched=lambda *call: told.append(call)))
+    try:
+        cuda.launch(5, 3, 64, 96, (x, y, 11, 0.5, None), True)
+    finally:
+        launch.watch(None)
+    ((run, arguments),) = told
+    assert seen == [(5, (3, 64, 96, 7, 1), [(6, 1), (0, 0)], [x.data_ptr(), y.data_ptr(), 11, 0.5, None])]
+    arguments[1] = z = torch.zeros(4)
+    run(arguments)
+    arguments[2] = 12
+    run(arguments)
+    assert [call[-1] for call in seen[1:]] == [[x.data_ptr(), z.data_ptr(), n, 0.5, None] for n in (11, 12)]
+    assert [call[:-1] for call in seen[1:]] == [seen[0][:-1]] * 2

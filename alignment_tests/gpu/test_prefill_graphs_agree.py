@@ -30,15 +30,15 @@ def test_a_replay_has_the_bits_of_the_eager_pass(recipe, heads):
     num_heads, num_kv_heads, head_dim = heads
     model = tiny_model(
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, hidden_size=128, max_positions=2048,
-        num_layers=2, sparse_layers=(True, True),
+        num_layers=4, sparse_layers=(True,) * 4,  # of which two are repeated before a capture
     ).to(DEVICE)  # fmt: skip
     model.set_recipe(recipe)
     ours, theirs = (KVCache(model.config, PAGES, PAGE, DEVICE) for _ in range(2))
+    graphs = PrefillGraphs(model, ours, PAGE * PAGES, SIZES)
     rng = torch.Generator(DEVICE).manual_seed(0)
     for a, b in zip(ours.k + ours.v, theirs.k + theirs.v, strict=True):
         a.normal_(generator=rng)
         b.copy_(a)
-    graphs = PrefillGraphs(model, ours, PAGE * PAGES, SIZES)
     assert graphs.sizes == list(SIZES)
     order = 1 + torch.randperm(PAGES - 1, generator=torch.Generator().manual_seed(1))
     for new, starts in BATCHES * 2:  # the second time each finds what others have left

@@ -7,7 +7,7 @@ import ctypes
 import hashlib
 import re
 from collections.abc import Callable, Iterable
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -142,17 +142,35 @@ def launch(
     griddepcontrol.wait where it must. meets: its blocks wait for each other, so all must run at once (a cooperative
     launch, which the driver refuses where they can't: fewer processors in a part of a GPU, say).
     """
+    arguments, run = list(arguments), Launch(function, blocks, threads, shared, early, meets)
     if watching() is not None:
-        arguments = list(arguments)
-        watching().launched(partial(launch, function, blocks, threads, shared, early=early, meets=meets), arguments)
-    values = [_value(a) for a in arguments]
-    pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-    stream = torch.cuda.current_stream().cuda_stream
-    kinds = [kind for kind, wanted in ((_DEPENDENT_LAUNCH, early), (_COOPERATIVE, meets)) if wanted]
-    attributes = (_Attribute * 2)(*(_Attribute(kind, 0, 1) for kind in kinds))
-    config = _Config(blocks, 1, 1, threads, 1, 1, shared, stream, attributes, len(kinds))
-    code = _driver().cuLaunchKernelEx(ctypes.byref(config), function, pointers, None)
-    _done(code, _driver(), f"launch of {blocks} blocks of {threads} threads")
+        watching().launched(run, arguments)
+    run(arguments)
+
+
+class Launch:
+    """`launch` that can be made again, with as many arguments, on the stream that is current now. What was made of an
+    argument serves as long as it is the same object. kernel: what runs."""
+
+    def __init__(self, function, blocks: int, threads: int, shared: int, early: bool, meets: bool) -> None:
+        self.function, self.kernel, self.what = function, getattr(function, "value", function), (blocks, threads)
+        kinds = [kind for kind, wanted in ((_DEPENDENT_LAUNCH, early), (_COOPERATIVE, meets)) if wanted]
+        attributes = (_Attribute * 2)(*(_Attribute(kind, 0, 1) for kind in kinds))
+        stream = torch.cuda.current_stream().cuda_stream
+        self.config = _Config(blocks, 1, 1, threads, 1, 1, shared, stream, attributes, len(kinds))
+        self.seen, self.values, self.pointers = [], [], None
+
+    def __call__(self, arguments: list) -> None:
+        if self.pointers is None:
+            self.seen, self.values = [self] * len(arguments), [None] * len(arguments)  # self: no argument is that
+            self.pointers = (ctypes.c_void_p * len(arguments))()
+        for i, argument in enumerate(arguments):
+            if argument is not self.seen[i]:
+                self.seen[i], self.values[i] = argument, _value(argument)
+                self.pointers[i] = ctypes.addressof(self.values[i])
+        code = _driver().cuLaunchKernelEx(ctypes.byref(self.config), self.function, self.pointers, None)
+        if code:
+            _done(code, _driver(), "launch of {} blocks of {} threads".format(*self.what))
 
 
 class Capture(NamedTuple):

@@ -122,11 +122,7 @@ def _mm(values: list) -> None:
 
 def _kernel(run: Callable[[list], Any]) -> Any:
     """What a launch runs, on whatever grid and stream."""
-    if not isinstance(run, partial):
-        return run
-    if isinstance(run.func, launch._Direct):
-        return run.func
-    return run.func, *[getattr(a, "value", a) for a in run.args[:1]]  # a pointer of ctypes has no hash
+    return run.func if isinstance(run, partial) else getattr(run, "kernel", run)  # partial: a launch of Triton's
 
 
 def _address(value: Any) -> int | None:

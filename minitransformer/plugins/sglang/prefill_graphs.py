@@ -42,16 +42,17 @@ def takes(config: Any) -> bool:
 class PrefillGraphs:
     """The graphs of one model and pool, captured when it is made. sizes: of which there are any, ascending.
 
-    pool: keys and values as the model's cache, `num_rows` rows a layer; note: of the model's `hidden`, what it does is
-    part of the graphs. It is all on one GPU, and used on one stream at a time. A size for which there is no memory, and
-    those above it, are left out.
+    pool: keys and values as the model's cache, `num_rows` rows a layer, all free yet. note: of the model's `hidden`;
+    what it does is part of the graphs. All is on one GPU, and used on one stream at a time. A size for which there is
+    no memory, and those above it, are left out.
     """
 
     def __init__(
         self, model: Any, pool: Any, num_rows: int, sizes: Sequence[int] = SIZES, note: Note = no_trace
     ) -> None:
-        home, most = model.device, model.config.max_positions  # tokens that pad have positions, too
-        sizes = sorted({n for n in sizes if KEY_TILE < n <= min(most, KEYS)}) if takes(model.config) else []
+        home, most = model.device, model.config.max_positions  # which tokens that pad have, too
+        most = min(most, KEYS, num_rows - 1)
+        sizes = sorted({n for n in sizes if KEY_TILE < n <= most}) if takes(model.config) else []
         largest = max(sizes, default=0)
         self.model, self.pool, self.note, self.sizes = model, pool, note, []
         self.numbers = torch.zeros(2 * REQUESTS + 3, dtype=torch.int32, device=home)  # bounds, then where keys begin
@@ -94,21 +95,19 @@ class PrefillGraphs:
             return None
         return size if sum(-(-n // KEY_TILE) for n in (*batch.kv_lens, size - tokens)) * KEY_TILE <= KEYS else None
 
-    def fill(self, batch: Batch | None, size: int) -> None:
-        """What the graph of `size` tokens reads becomes this batch, padded; None: padding alone."""
-        ends, kv_lens = (batch.cu_seqlens, batch.kv_lens) if batch is not None else ((0,), ())
-        tokens, absent = ends[-1], REQUESTS - len(kv_lens)
-        starts = gpu.attention_pages.starts((*kv_lens, *[0] * absent, size - tokens))
-        numbers = torch.tensor([*ends, *[tokens] * absent, size, *starts], dtype=torch.int32)
+    def fill(self, batch: Batch, size: int) -> None:
+        """What the graph of `size` tokens reads becomes this batch, padded."""
+        tokens, absent = batch.cu_seqlens[-1], REQUESTS - batch.num_sequences
+        starts = gpu.attention_pages.starts((*batch.kv_lens, *[0] * absent, size - tokens))
+        numbers = torch.tensor([*batch.cu_seqlens, *[tokens] * absent, size, *starts], dtype=torch.int32)
         # Pinned, so that the host goes on while the GPU still computes what came before.
         self.numbers.copy_(numbers.pin_memory() if self.numbers.is_cuda else numbers, non_blocking=True)
         to = self.inputs
         to.positions_T[tokens:size] = self.counting_T[: size - tokens]
         to.store_rows_T[tokens:size] = SPARE_ROW
-        if batch is not None:
-            to.ids_T[:tokens], to.positions_T[:tokens] = batch.ids_T, batch.positions_T
-            to.store_rows_T[:tokens] = batch.store_rows_T
-            to.key_rows_SL[: len(kv_lens), : batch.key_rows_SL.shape[1]] = batch.key_rows_SL
+        to.ids_T[:tokens], to.positions_T[:tokens] = batch.ids_T, batch.positions_T
+        to.store_rows_T[:tokens] = batch.store_rows_T
+        to.key_rows_SL[: batch.num_sequences, : batch.key_rows_SL.shape[1]] = batch.key_rows_SL
 
     def batch(self, size: int) -> Batch:
         """What the graph of `size` tokens reads. On the host one sequence has them all: the kernels read `numbers`."""
@@ -125,10 +124,16 @@ class PrefillGraphs:
     @torch.no_grad()
     def _capture(self, size: int, memory: Any) -> Any:
         """-> the memory that the graphs share."""
-        self.fill(None, size)
+        # Without padding, whose tokens race for one row: what a repeated layer gives would have other bits at each try.
+        ids_T, positions_T, rows_T = self.inputs.ids_T[:size], self.counting_T[:size], self.counting_T[:size] + 1
+        one = replace(
+            self.inputs, ids_T=ids_T, positions_T=positions_T, store_rows_T=rows_T, key_rows_SL=rows_T[None],
+            cu_seqlens=(0, size), kv_lens=(size,), request_ids=(0,),
+        )  # fmt: skip
+        self.fill(one, size)
         batch = self.batch(size)
         self.model.hidden(batch, self.pool, self.note)  # once eagerly: kernels are compiled and chosen
-        gpu.device.clear(self.numbers.device)  # of padding; what is found from here on belongs to requests
+        gpu.device.clear(self.numbers.device)  # what is found from here on belongs to requests
         graph, memory = torch.cuda.CUDAGraph(), memory or torch.cuda.graph_pool_handle()
         with torch.cuda.graph(graph, pool=memory):
             hidden_TD = self.model.hidden(batch, self.pool, self.note)
