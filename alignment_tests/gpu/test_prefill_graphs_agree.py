@@ -7,6 +7,7 @@ from alignment_tests.bits import assert_bits_equal
 from alignment_tests.learner.tiny import tiny_model
 from alignment_tests.plugin import laws
 from minitransformer.batch import Batch
+from minitransformer.errors import RowError
 from minitransformer.ops import gpu
 from minitransformer.plugins.sglang.prefill_graphs import PrefillGraphs
 from minitransformer.sampler.cache import KVCache
@@ -23,15 +24,18 @@ BATCHES = [
 ]  # fmt: skip
 
 
+def model_of(num_heads: int, num_kv_heads: int, head_dim: int):
+    return tiny_model(
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, hidden_size=128, max_positions=2048,
+        num_layers=4, sparse_layers=(True,) * 4,  # of which two are repeated before a capture
+    ).to(DEVICE)  # fmt: skip
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("recipe", ["bf16", "nvfp4_per_token"])
 @pytest.mark.parametrize("heads", [(4, 2, 64), (8, 1, 128)])
 def test_a_replay_has_the_bits_of_the_eager_pass(recipe, heads):
-    num_heads, num_kv_heads, head_dim = heads
-    model = tiny_model(
-        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, hidden_size=128, max_positions=2048,
-        num_layers=4, sparse_layers=(True,) * 4,  # of which two are repeated before a capture
-    ).to(DEVICE)  # fmt: skip
+    model = model_of(*heads)
     model.set_recipe(recipe)
     ours, theirs = (KVCache(model.config, PAGES, PAGE, DEVICE) for _ in range(2))
     graphs = PrefillGraphs(model, ours, PAGE * PAGES, SIZES)
@@ -50,3 +54,24 @@ def test_a_replay_has_the_bits_of_the_eager_pass(recipe, heads):
         for i, (a, b) in enumerate(zip(ours.k + ours.v, theirs.k + theirs.v, strict=True)):
             assert_bits_equal(a[rows], b[rows], f"{new} {starts}: cache {i}")
         gpu.device.check(rows.device)
+
+
+@torch.no_grad()
+def test_a_bad_value_is_named_and_padding_has_none():
+    model = model_of(4, 2, 64)
+    cache, home = KVCache(model.config, PAGES, PAGE, DEVICE), torch.device(DEVICE, 0)
+    graphs = PrefillGraphs(model, cache, PAGE * PAGES, (128,))
+    model.embed_tokens.weight[5] = torch.nan
+    good, bad = (Batch.paged([ids], [0], [[3, 4, 5, 6]], PAGE).to(DEVICE) for ids in ([7] * 50, [7] * 50 + [5]))
+    graphs.run(good)
+    gpu.device.check(home)
+    said = []
+    for run in (graphs.run, lambda batch: model.hidden(batch, cache)):
+        run(bad)
+        with pytest.raises(RowError, match="a logit is NaN or infinite") as caught:
+            gpu.device.check(home)
+        said.append((str(caught.value), caught.value.layer))
+    assert said[0] == said[1] and said[0][1] == 0
+    cache.k[0].zero_(), cache.v[0].zero_()
+    graphs.run(good)
+    gpu.device.check(home)

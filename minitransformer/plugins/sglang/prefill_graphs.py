@@ -58,7 +58,7 @@ class PrefillGraphs:
         self.numbers = torch.zeros(2 * REQUESTS + 3, dtype=torch.int32, device=home)  # bounds, then where keys begin
         self.counting_T = torch.arange(largest, device=home)
         self.inputs = Batch(
-            ids_T=self.counting_T % model.config.vocab_size,  # of padding: unlike, so that no expert gets them all
+            ids_T=self.counting_T % model.config.vocab_size,
             positions_T=self.counting_T.clone(),
             cu_seqlens=(),
             kv_lens=(KEYS, *[0] * REQUESTS),  # how much room gathered keys need
@@ -103,8 +103,9 @@ class PrefillGraphs:
         # Pinned, so that the host goes on while the GPU still computes what came before.
         self.numbers.copy_(numbers.pin_memory() if self.numbers.is_cuda else numbers, non_blocking=True)
         to = self.inputs
-        to.positions_T[tokens:size] = self.counting_T[: size - tokens]
-        to.store_rows_T[tokens:size] = SPARE_ROW
+        padding_T = self.counting_T[: size - tokens]
+        to.positions_T[tokens:size], to.store_rows_T[tokens:size] = padding_T, SPARE_ROW
+        to.ids_T[tokens:size] = batch.ids_T[padding_T % tokens]  # its own: no weight is used that it does not use
         to.ids_T[:tokens], to.positions_T[:tokens] = batch.ids_T, batch.positions_T
         to.store_rows_T[:tokens] = batch.store_rows_T
         to.key_rows_SL[: batch.num_sequences, : batch.key_rows_SL.shape[1]] = batch.key_rows_SL
