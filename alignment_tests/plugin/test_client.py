@@ -7,6 +7,7 @@ import urllib.request
 import pytest
 
 from minitransformer.errors import InputError
+from minitransformer.plugins.sglang import client
 from minitransformer.plugins.sglang.client import Client
 
 
@@ -93,6 +94,21 @@ def test_no_proxy_stands_before_a_server_of_this_machine(answering, monkeypatch)
     monkeypatch.setattr(urllib.request, "_opener", None)  # it knows the environment as it was
     answering.raw = said(b'{"a": 1}')
     assert Client(f"http://127.0.0.1:{answering.server_port}", timeout=20).call("/x") == {"a": 1}
+
+
+def test_certificates_are_not_read_for_each_question(answering, monkeypatch):
+    """One opener for all of them, another where the environment names other proxies."""
+    made, make = [], urllib.request.build_opener
+    monkeypatch.setattr(urllib.request, "build_opener", lambda *handlers: made.append(handlers) or make(*handlers))
+    client._opener_for.cache_clear()
+    for n in range(3):
+        answering.raw = said(b'{"a": 1}')
+        assert Client(f"http://127.0.0.1:{answering.server_port}", timeout=20).call("/x") == {"a": 1}
+    assert len(made) == 1
+    for proxy in ("http://127.0.0.1:9", "http://127.0.0.1:9", "http://127.0.0.1:10"):
+        monkeypatch.setenv("http_proxy", proxy)
+        client._opener("http://elsewhere:1")
+    assert len(made) == 3
 
 
 def test_a_host_whose_name_no_resolver_takes():
