@@ -101,7 +101,7 @@ def test_certificates_are_not_read_for_each_question(answering, monkeypatch):
     made, make = [], urllib.request.build_opener
     monkeypatch.setattr(urllib.request, "build_opener", lambda *handlers: made.append(handlers) or make(*handlers))
     client._opener_for.cache_clear()
-    for n in range(3):
+    for _ in range(3):
         answering.raw = said(b'{"a": 1}')
         assert Client(f"http://127.0.0.1:{answering.server_port}", timeout=20).call("/x") == {"a": 1}
     assert len(made) == 1
