@@ -3,10 +3,10 @@
 import importlib.util
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 
+from alignment_tests.ops.conftest import cuda_headers
 from minitransformer.errors import UnsupportedDevice
 
 
@@ -21,7 +21,7 @@ def cuda_compiler() -> bool:
 
 TOOLS = {
     "g++": lambda: shutil.which("g++"),  # CUDA C++ on a CPU, the oracle of NVFP4
-    "cuda_fp4.h": lambda: (Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include" / "cuda_fp4.h").exists(),
+    "cuda_fp4.h": cuda_headers,
     "NVRTC or nvcc": cuda_compiler,  # every .cu file for sm_90a
 }
 PACKAGES = "triton", "transformers", "compressed_tensors", "matplotlib"

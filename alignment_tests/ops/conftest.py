@@ -4,6 +4,7 @@ import ctypes
 import os
 import shutil
 import subprocess
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,20 @@ from minitransformer.ops.nvfp4 import Nvfp4
 _SOURCE = Path(__file__).parents[1] / "nvfp4_oracle.cpp"
 
 
+def cuda_headers() -> Path | None:
+    """Where cuda_fp4.h is: under CUDA_HOME, in the packages of `dev`, or where CUDA is installed."""
+    named = os.environ.get("CUDA_HOME")
+    homes = [Path(named)] if named else [Path(sysconfig.get_path("purelib")) / "nvidia/cu13", Path("/usr/local/cuda")]
+    found = (home / "include" for home in homes)
+    return next((path for path in found if (path / "cuda_fp4.h").exists() and (path / "nv").exists()), None)
+
+
 @pytest.fixture(scope="session")
 def cuda_quantize(tmp_path_factory):
     """x FP32 [M, K] -> Nvfp4 with an outer scale a row, by the host conversions of cuda_fp4.h and cuda_fp8.h."""
-    include = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"
-    if not (include / "cuda_fp4.h").exists() or not shutil.which("g++"):
-        pytest.skip(f"needs g++ and cuda_fp4.h (CUDA 12.8 or newer) in {include}; CUDA_HOME names another place")
+    include = cuda_headers()
+    if include is None or not shutil.which("g++"):
+        pytest.skip("needs g++ and cuda_fp4.h (CUDA 12.8 or newer), from nvidia-cuda-runtime or where CUDA_HOME says")
     library = tmp_path_factory.mktemp("oracle") / "oracle.so"
     # FP32 operations one by one, as in the spec: no contraction, no fast-math.
     flags = "-O2", "-ffp-contract=off", "-shared", "-fPIC", f"-I{include}"
