@@ -1,12 +1,13 @@
 """The learner's head (lm_head and log-prob), logits in parts against logits made whole: `python benchmarks/head.py`.
 
 At the widths of Qwen3-30B-A3B. First the bits of both, all log-probs and gradients; then medians by turns, and the most
-memory of a call above what was there before. Last an update of some layers both ways, all of its tokens scored.
+memory of a call above what was there before. Last some layers with it, both ways, all of their tokens scored.
 """
 
 import argparse
 import json
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -59,7 +60,7 @@ def head(rows: int, repeats: int) -> dict:
     h, w = h.bfloat16().requires_grad_(), (w * D**-0.5).bfloat16().requires_grad_()
     ids = torch.randint(V, (rows,), generator=gen, device="cuda")
     args = h, w, ids, torch.full((rows,), 0.7, device="cuda"), torch.randn(rows, generator=gen, device="cuda")
-    found = {"rows": rows, "chunk_bytes": scoring.CHUNK_BYTES}
+    found = {"bench": "head", "rows": rows, "chunk_bytes": scoring.CHUNK_BYTES}
     a, b = call(scoring.head, *args)[0], call(whole, *args)[0]
     found["wrong"] = sum(int((x.view(torch.int16) != y.view(torch.int16)).sum()) for x, y in zip(a, b, strict=True))
     del a, b
@@ -73,46 +74,55 @@ def head(rows: int, repeats: int) -> dict:
     return found
 
 
-def update(layers: int, tokens: int, repeats: int) -> dict:
-    from qwen3_30b_learner import build, samples
+def model_both_ways(layers: int, tokens: int, repeats: int) -> Iterator[dict]:
+    """Forward and backward of some layers and the head, then whole updates; layers recomputed, every token scored."""
+    from qwen3_30b_learner import build, checksums, samples
 
     from minitransformer.learner.learner import Learner
     from minitransformer.learner.losses import nll
 
-    model = build(layers)
-    every = samples(tokens, min(tokens, 4096), tokens, model.config.vocab_size)
-    ways = {"parts": Learner._log_probs, "whole": whole_of_a_pack}
+    model, length = build(layers), min(tokens, 4096)
+    every = samples(tokens, length, tokens, model.config.vocab_size)
     learner = Learner(model, lr=0.0, recompute=True, max_tokens_per_pack=tokens)  # the weights stay
-    found, norms, times = {"layers": layers, "tokens": tokens}, set(), {name: [] for name in ways}
-    apply = learner._apply
+    (pack,) = learner._pack([s.ids for s in every], [s.prompt_len for s in every])
+    ways = {"parts": Learner._log_probs, "whole": whole_of_a_pack}
 
-    def applied(totals) -> None:
+    def passes() -> tuple:
+        torch.cuda.reset_peak_memory_stats()
+        begin = time.perf_counter()
+        learner._log_probs(pack, [1.0] * len(every)).sum().backward()
         torch.cuda.synchronize()
-        passed.append((time.perf_counter(), torch.cuda.max_memory_allocated() / GIB))
-        apply(totals)
+        found = time.perf_counter() - begin, torch.cuda.max_memory_allocated() / GIB, *checksums(model)
+        for p in model.parameters():
+            p.grad = None
+        return found
 
-    learner._apply = applied
-    for _ in range(repeats + 1):  # the first one compiles, and makes the masters
-        for name, function in ways.items():
-            Learner._log_probs = function
-            torch.cuda.reset_peak_memory_stats()
-            passed, begin = [], time.perf_counter()
-            norms.add(learner.update(every, nll).grad_norm)
-            torch.cuda.synchronize()
-            (end, most), whole_time = passed[0], time.perf_counter() - begin
-            times[name].append((whole_time, end - begin, most, torch.cuda.max_memory_allocated() / GIB))
-    for name, rows in times.items():
-        median = sorted(rows[1:])[repeats // 2]
-        found |= zip((f"{name}_{key}" for key in ("s", "passes_s", "passes_peak_gib", "peak_gib")), median, strict=True)
-    return found | {"norms": len(norms)}
+    def update() -> tuple:
+        torch.cuda.reset_peak_memory_stats()
+        begin = time.perf_counter()
+        norm = learner.update(every, nll).grad_norm
+        torch.cuda.synchronize()
+        return time.perf_counter() - begin, torch.cuda.max_memory_allocated() / GIB, norm
+
+    for bench, function in (("passes", passes), ("update", update)):
+        found, times, bits = {"bench": bench, "layers": layers, "tokens": tokens}, {name: [] for name in ways}, set()
+        for _ in range(repeats + 1):  # the first one compiles, and makes the masters
+            for name, log_probs in ways.items():
+                Learner._log_probs = log_probs
+                seconds, peak, *sums = function()
+                times[name].append((1000 * seconds, peak))
+                bits.add(tuple(sums))
+        for name, rows in times.items():
+            found[f"{name}_ms"], found[f"{name}_peak_gib"] = sorted(rows[1:])[repeats // 2]
+        yield found | {"same_bits": len(bits) == 1}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="*", default=[256, 1024, 4096, 16384])
     parser.add_argument("--chunks", type=int, nargs="*", help="log2 of CHUNK_BYTES instead of the package's")
-    parser.add_argument("--layers", type=int, default=4, help="of the update; 0: none")
-    parser.add_argument("--tokens", type=int, default=16384, help="of the update")
+    parser.add_argument("--layers", type=int, default=4, help="of the model; 0: none")
+    parser.add_argument("--tokens", type=int, default=16384, help="of the model's pass")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="file for the results, a line each")
     args = parser.parse_args()
@@ -120,8 +130,10 @@ def main() -> None:
         print("no CUDA device: nothing measured")
         return
     from minitransformer.learner import scoring
+    from minitransformer.tuning.origin import origin
 
     def show(row: dict) -> None:
+        row = origin() | row
         print(json.dumps(row), flush=True)
         if args.out:
             with args.out.open("a") as file:
@@ -134,8 +146,8 @@ def main() -> None:
             show(head(rows, args.repeats))
             torch.cuda.empty_cache()
     scoring.CHUNK_BYTES = usual
-    if args.layers:
-        show(update(args.layers, args.tokens, args.repeats))
+    for row in model_both_ways(args.layers, args.tokens, args.repeats) if args.layers else ():
+        show(row)
 
 
 if __name__ == "__main__":

@@ -130,6 +130,23 @@ def learner(old: Cells) -> Cells:
             [old[1][0], str(u["layers"]), f"{u['update_s']:.3f} s", f"{u['peak_gib']:.1f} GiB"]]  # fmt: skip
 
 
+def head(old: Cells) -> Cells:
+    """The head alone, then layers with it: logits in parts, whole, and what parts cost and save."""
+    made = []
+    for r in rows("head", HEAD):
+        cells = [f"{r[f'{way}_forward_ms']:.2f}; {r[f'{way}_backward_ms']:.2f}" for way in ("parts", "whole")]
+        parts, whole = (r[f"{way}_forward_ms"] + r[f"{way}_backward_ms"] for way in ("parts", "whole"))
+        peaks = [f"{r[f'{way}_peak_gib']:.2f}" for way in ("parts", "whole")]
+        made.append([f"{r['rows']:,}", *cells, f"{parts / whole:.2f}", *peaks])
+    for r in rows("passes", HEAD) + rows("update", HEAD):
+        what = "forward and backward" if r["bench"] == "passes" else "an update"
+        cells, peaks = ([f"{r[f'{way}_{key}']:.{digits}f}" for way in ("parts", "whole")]
+                        for key, digits in (("ms", 0), ("peak_gib", 2)))  # fmt: skip
+        made.append([f"{r['tokens']:,}, {what} of {r['layers']} layers", *cells,
+                     f"{r['parts_ms'] / r['whole_ms']:.2f}", *peaks])  # fmt: skip
+    return made
+
+
 def laws(old: Cells) -> Cells:
     """How many cases of each file held."""
     count: dict[str, list[int]] = {}
@@ -186,14 +203,14 @@ def origins(old: Cells) -> Cells:
             for (name, day, sources), count in found.items()]  # fmt: skip
 
 
-MODEL, NVFP4 = "h200_qwen3_30b.jsonl", "h200_nvfp4.jsonl"
+MODEL, NVFP4, HEAD = "h200_qwen3_30b.jsonl", "h200_nvfp4.jsonl", "h200_head.jsonl"
 COPIES = ("rms_norm", "rms_norm+res", "q_norm", "rope", "swiglu", "swiglu_amax")
 TABLES: dict[str, Callable[[Cells], Cells]] = {
     "headline": headline, "laws": laws, "dense": dense, "grouped": same("grouped"), "pipeline": pipeline,
     "experts": same("experts", 1, NVFP4), "quantise": quantise, "prefill": same("prefill"), "decode": same("decode", 1),
     "rows": same("rows"), "whole": whole, "steps": steps, "host": host, "layer": layer,
     "layer parts": lambda old: body(tables.SHOWN["layer"](read("h200_gpu_ops.jsonl"))), "gradients": same("gradients"),
-    "learner": learner, "dense floors": same("dense"), "origins": origins,
+    "learner": learner, "head": head, "dense floors": same("dense"), "origins": origins,
 }  # fmt: skip
 
 

@@ -29,14 +29,14 @@ def log_probs(model: Any, one: Pack, temperatures: Sequence[float], trace: Any, 
 
     temperatures: of all the caller's sequences.
     """
-    batch, note = one.batch, {} if trace is None else {"note": trace.bind(one.batch)}
+    batch, note = one.batch, None if trace is None else trace.bind(one.batch)
     with one.naming_rows():
-        h_TD = model.hidden(batch, recompute=recompute, **note)
+        h_TD = model.hidden(batch, recompute=recompute, **({"note": note} if note else {}))
         if h_TD.is_cuda:
             gpu.device.check(h_TD.device)  # now: rows found later would be taken for rows of the logits
     h_LD = h_TD[batch.logit_rows_L]
-    if trace is not None and trace.wants("logits"):
-        note["note"]("logits", model.logits(h_LD))  # the same bits as the parts'
+    if note and trace.wants("logits"):
+        note("logits", model.logits(h_LD))  # the same bits as the parts'
     return head(h_LD, model.head, one.target_ids_L, _of_rows(one, temperatures), one.naming_rows)
 
 
