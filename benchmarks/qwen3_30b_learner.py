@@ -116,7 +116,8 @@ def backward(layers: int, args) -> dict:
     total = sum(p.numel() for p in model.parameters())
     return {
         "layers": layers, "parameters": total, "tokens": args.tokens, "scored": args.scored,
-        "repeats": sums[0] == sums[1] == sums[2], "finite": finite, "forward_s": times[-1][0], "backward_s": times[-1][1],
+        "repeats": sums[0] == sums[1] == sums[2], "finite": finite,
+        "forward_s": times[-1][0], "backward_s": times[-1][1],
         "tokens_a_second": args.tokens / sum(times[-1]), "peak_gib": torch.cuda.max_memory_allocated() / GIB,
     }  # fmt: skip
 
