@@ -172,6 +172,7 @@ def headline(old: Cells) -> Cells:
     decode = {r["M"]: ratios([r])[0] for r in rows("decode")}
     worst = min(decode, key=decode.get)
     rest = span([x for M, x in decode.items() if M != worst])
+    ordered = [r["torch_ms"] / r["in_order_ms"] for r in rows("decode") if "in_order_ms" in r]
     experts = span(ratios([r for r in rows("experts", NVFP4) if r["M"] <= 64]))
     copies = [r for r in rows("rows") if r["shape"] in COPIES] + rows("quantise", NVFP4)
     one = read("h200_layer.json")[0]["ratio"]
@@ -179,7 +180,8 @@ def headline(old: Cells) -> Cells:
         "dense products": f"{mean(ratios(rows('dense'))):.2f}, least {min(ratios(rows('dense'))):.2f}",
         "the same": f"{mean(ratios(rows('dense'), 'fixed_ms')):.2f}",
         "attention, prefill": f"{attend['packed']}; out of pages {attend['paged']}",
-        "attention, decode": f"{decode[worst]:.2f} ({worst.replace('32768', '32,768')}), the others {rest}",
+        "attention, decode": f"{decode[worst]:.2f} ({worst.replace('32768', '32,768')}), the others {rest}"
+        + (f"; pages in order {span(ordered)}" if ordered else ""),
         "experts, BF16": "; ".join(span(ratios(part)) for part in graphs),
         "experts, NVFP4": experts,
         "one layer": f"{one['forward_ms']:.2f}; {one['train_ms']:.2f}",

@@ -85,7 +85,7 @@ def markdown(names: list[str], rows: Iterator[list[str]]) -> list[str]:
 def table(rows: list[dict], scale: float = 1, digits: int = 4) -> list[str]:
     """scale, digits: 1000 and 1 for microseconds."""
     fixed, batched = (any(name in row for row in rows) for name in ("fixed_ms", "batched_ms"))
-    decode = any(row.get("bench") == "decode" for row in rows)
+    decode, order = any(row.get("bench") == "decode" for row in rows), any("in_order_ms" in row for row in rows)
     unit = "ms" if scale == 1 else "µs"
     names = ["shape", "rows", unit, "floor: bytes", "floor: operations", "x floor", f"library, {unit}", "ratio"]
 
@@ -96,9 +96,14 @@ def table(rows: list[dict], scale: float = 1, digits: int = 4) -> list[str]:
         found.append(f"{row['torch_ms'] / row['ms']:.{3 if row.get('bench') == 'prefill' else 2}f}")
         for name, has, places in (("fixed_ms", fixed, 1), ("batched_ms", batched, 2)):
             found += [f"{row[name] / row['ms']:.{places}f}" if name in row else "-"] if has else []
-        return found + ([f"{row['tb_s'] / TB_S:.2f}"] if decode else [])
+        found += [f"{row['tb_s'] / TB_S:.2f}"] if decode else []
+        if order:
+            ms = row["in_order_ms"]
+            found += [f"{scale * ms:.{digits}f}", f"{row['torch_ms'] / ms:.2f}"]
+        return found
 
     names += ["fixed tile"] * fixed + ["against batched"] * batched + [f"of {TB_S} TB/s"] * decode
+    names += [f"pages in order, {unit}", "ratio"] * order
     return markdown(names, map(cells, rows))
 
 

@@ -32,6 +32,7 @@ CALLS = {
     "{.reg .pred done": "barrier_wait(address(barrier), parity);",
     "barrier.cluster.arrive": "cluster_arrive();",
     "barrier.cluster.wait": "cluster_wait();",
+    "st.global.L2::cache_hint.v2.f32": "at[0] = a, at[1] = b;",
     "ld.relaxed.gpu.global.u32": "memcpy(&word, at, 4);",
 }
 HEADER = '"cluster.h"'

@@ -63,10 +63,11 @@ class Cluster(NamedTuple):
     blocks: int
 
 
+RINGS = 7, 5, 4  # of Alone
 # Bits do not depend on the choice.
 CANDIDATES = (
     Schedule(16, 1, 3), Schedule(64, 4, 1), Schedule(64, 4, 3), Schedule(128, 8, 3),
-    Prefill(2), Prefill(3), Decode(2), Decode(4), Alone(7), Cluster(4), Cluster(8),
+    Prefill(2), Prefill(3), Decode(2), Decode(4), *map(Alone, RINGS), Cluster(4), Cluster(8),
 )  # fmt: skip
 
 
@@ -79,6 +80,17 @@ def fits(schedule, longest: int, group: int, H: int) -> bool:
     return H in (64, 128) and (group <= 64 if isinstance(schedule, Prefill) else longest * group <= 16)
 
 
+def _alone(H: int, programs: int, processors: int) -> Alone:
+    """The deepest ring, unless another leaves a tenth fewer places empty while the last programs run."""
+
+    def places(slots: int) -> int:
+        at_once = processors * attention_warp.resident(H, slots)
+        return programs if programs <= at_once else cdiv(programs, at_once) * at_once
+
+    best = min(RINGS, key=places)
+    return Alone(best if places(best) < 0.9 * places(RINGS[0]) else RINGS[0])
+
+
 def choose(
     longest: int, group: int, H: int, contiguous: bool, segments: int = 1, programs: int = 1, processors: int = 132
 ) -> Schedule | Prefill | Decode | Alone | Cluster:
@@ -86,7 +98,8 @@ def choose(
     sequence and those of all sequences and key/value heads; processors of the GPU. From times on an H200, which has
     132."""
     # Few programs need their warps each; many share a processor.
-    few = Decode(4) if programs <= processors else Decode(2) if programs <= 2 * processors else Alone(7)
+    few = Decode(4) if programs <= processors else Decode(2) if programs <= 2 * processors else None
+    few = few or _alone(H, programs, processors)
     if segments == 1 and programs <= attention_cluster.FEW:  # of more segments only 8 were timed: slower
         few = Cluster(attention_cluster.blocks_for(H, programs))
     # A tile takes some 1,800 cycles with two groups and 2,300 with three; a processor does one program after another.

@@ -10,6 +10,7 @@
 #define ROW (2 * WIDTH)        // bytes of a key or value
 #define CHUNKS (WIDTH / 8)     // of 16 bytes
 #define START -1e30f
+#define EVICT_LAST 0x14F0000000000000
 #define HALVES (ROWS / 8)      // of the accumulator: rows g, rows g + 8
 
 // q, o [tokens, heads, WIDTH], k, v [rows, key/value heads, WIDTH] BF16; positions int64 [tokens]; key_rows int64
@@ -137,6 +138,12 @@ struct Running {
     }
 };
 
+// Leaves the L2 cache last, so that it is still there for the fold, which gives it up.
+__device__ __forceinline__ void store_kept(float *at, float a, float b) {
+    asm volatile("st.global.L2::cache_hint.v2.f32 [%0], {%1, %2}, %3;"
+        :: "l"(at), "f"(a), "f"(b), "l"(EVICT_LAST) : "memory");
+}
+
 // 8 * N columns of the result from `column` on; m and l where `lead`.
 template <int N>
 __device__ __forceinline__ void store(const Inputs &in, const Item &item, const Rows &rows, const float *acc,
@@ -153,7 +160,7 @@ __device__ __forceinline__ void store(const Inputs &in, const Item &item, const 
         for (int j = 0; j < N; j++) {
             const float a = acc[4 * j + 2 * h], b = acc[4 * j + 2 * h + 1];
             if (in.acc) {
-                *(float2 *)(in.acc + at + 8 * j) = make_float2(a, b);
+                store_kept(in.acc + at + 8 * j, a, b);
                 continue;
             }
             *(u32 *)(in.o + at + 8 * j) = quotients(a, b, run.l[h]);

@@ -7,7 +7,7 @@ from minitransformer.ops.gpu import cuda, device
 
 SOURCE = "attention_warp.cu"
 ROWS = 16  # (token, query head) pairs of a piece of work
-EARLY = 4  # half tiles of keys, and of values, that each of the first blocks brings to the L2 cache early
+EARLY = 2  # half tiles of keys, and of values, that each of the first blocks brings to the L2 cache early
 MEMORY, BLOCK = 228 << 10, 1 << 10  # bytes of shared memory of a multiprocessor; what a block takes beside its own
 
 
@@ -21,6 +21,11 @@ def shared(H: int, slots: int) -> int:
     return slots * KEY_TILE * H
 
 
+def resident(H: int, slots: int) -> int:
+    """Blocks that a multiprocessor runs at once."""
+    return MEMORY // (shared(H, slots) + BLOCK)
+
+
 def launch(
     slots: int, longest: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, key_rows: Tensor, bounds: Tensor,
     outputs: tuple[Tensor, Tensor, Tensor, Tensor | None], segments: int,
@@ -32,7 +37,7 @@ def launch(
     function = cuda.kernel(q.device, SOURCE, "alone", defines(longest, N // G, H, slots), size)
     bounds = None if longest == 1 and T == sequences else bounds  # sequence s is token s
     pieces = G * sequences * segments
-    fetching = min(pieces, device.multiprocessors(q.device) * (MEMORY // (size + BLOCK)))  # those that begin at once
+    fetching = min(pieces, device.multiprocessors(q.device) * resident(H, slots))  # those that begin at once
     sizes = N, max_keys, T * N, sequences, segments, k.shape[0], fetching
     arguments = q, k, v, positions, key_rows, bounds, *outputs, float(_scale(H)), *sizes
     cuda.launch(function, pieces, 32, size, arguments, device.EARLY["launch_pdl"])
