@@ -4,7 +4,7 @@ BENCH: dense, grouped, pipeline, prefill, decode, gradients, rows, all of h200_g
 h200_nvfp4.jsonl; layer of h200_layer.json with h200_gpu_ops.jsonl.
 
 The floors are times at three rates, a yardstick and no bound: bytes at 4.3 TB/s, as an H200's memory was seen to move
-them (4.32 when only read; 4.8 on paper), tensor-core operations at 790 TFLOP/s, as a large BF16 product was seen to run
+them (4.65 when only read; 4.8 on paper), tensor-core operations at 790 TFLOP/s, as a large BF16 product was seen to run
 (989 on paper), other FP32 operations at 33.5 a picosecond (on paper). *x floor* is our time over the larger floor.
 """
 

@@ -172,7 +172,7 @@ def test_the_chosen_attention_schedules_fit(longest, group, head):
         (128, 1, 4, attention.Cluster(8)), (128, 1, 16, attention.Cluster(4)),
         (128, 4, 16, attention.Decode(4)), (64, 1, 3, attention.Cluster(4)),
         (128, 1, 17, attention.Decode(4)), (128, 8, 512, attention.Alone(7)), (128, 1, 256, attention.Decode(2)),
-        (128, 1, 1024, attention.Alone(7)),
+        (128, 1, 1024, attention.Alone(7)), (128, 7, 560, attention.Alone(5)), (128, 7, 700, attention.Alone(4)),
         (48, 1, 1, attention.Schedule(64, 4, 1)),
     ],
 )  # fmt: skip
