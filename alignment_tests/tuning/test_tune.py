@@ -78,6 +78,26 @@ def test_every_number_of_rows_at_which_a_library_runs_is_proven_and_a_sample_of_
     assert tune.verify_proven(made, CPU, seed=3) == (0, 0, [])
 
 
+@pytest.mark.parametrize("turn", [1, 20, 47, 64, 90, 100, 200])
+def test_where_the_choice_changes_between_two_rows_there_is_another(acted, monkeypatch, turn):
+    """The library is the faster one up to `turn` rows; the row of 100 serves from 17 on."""
+
+    def clock(self, seed):
+        return lambda named: [1.5 + (self.M > turn) if c.library else 2.0 for c in named]
+
+    monkeypatch.setattr(subject.Subject, "clock", clock)
+    row = tune.Row(PRODUCT, 100, (16, 16, 16, 4, 3), 2.0, "right", 1.5 + (100 > turn))
+    more = tune.between(row, 16, CPU, seed=0)
+    assert [one.by_library for one in more] == ([True] if 17 <= turn < 100 else [])
+    assert all(turn - 8 < one.M <= turn for one in more)
+
+
+def test_which_numbers_of_rows_are_tuned():
+    assert tune.numbers_of(PRODUCT, (1, 8, 64, 1024)) == [1, 8, 63, 64, 1024]
+    assert tune.numbers_of(PRODUCT._replace(N=1 << 22), (1, 64, 1024)) == [1, 63, 64]
+    assert tune.numbers_of(PRODUCT._replace(op="grouped_linear", groups=4), (1, 64)) == [8, 512]
+
+
 def test_a_library_is_refused_at_its_first_use_with_the_element(acted):
     assert tune.refusal(PRODUCT, 4, "right", CPU) is None
     assert tune.refusal(PRODUCT, 4, "split", CPU).startswith("mixed: row 0, column ")

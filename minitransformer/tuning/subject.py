@@ -73,13 +73,14 @@ class Subject:
         of_cpu = grouped_linear.forward(x[rows.to(x.device)].cpu(), w[used].cpu(), small, scale)
         return proof.first_difference(want[rows.to(want.device)].cpu(), of_cpu)
 
-    def candidates(self) -> list[Candidate]:
-        """Our tiles that are worth a try, and the libraries."""
+    def candidates(self, fewest: int | None = None) -> list[Candidate]:
+        """Our tiles that are worth a try for `fewest` (M) to M rows, and the libraries."""
         p = self.product
         if self.grouped:
             tiles = [t for t in gpu.grouped_linear.CANDIDATES if gpu.grouped_linear.fits(t, self.M, p.groups)]
         else:
-            tiles = [t for t in gpu.linear.CANDIDATES if p.op == "linear" and gpu.linear.fits(t, self.M, p.N, p.K)]
+            every = gpu.linear.CANDIDATES if p.op == "linear" else ()
+            tiles = [t for t in every if gpu.linear.fits(t, self.M, p.N, p.K, fewest)]
         return [*map(self.of_tile, tiles), *self.libraries()]
 
     def of_tile(self, tile: tuple) -> Candidate:

@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ PRODUCTS = (
     Product("linear", 1, 151936, 2048, "fp32"), Product("grouped_linear", 128, 1536, 2048),
     Product("grouped_linear weighted", 128, 2048, 768),
 )  # fmt: skip
-ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 16384)
+ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 16384)
 MOST_OUTPUTS = 1 << 28
 
 
@@ -36,6 +37,38 @@ def products_of(config: Any, experts: bool = True) -> tuple[Product, ...]:
     if sparse and experts:
         found += [Product("grouped_linear", E, 2 * F, D), Product("grouped_linear weighted", E, D, F)]
     return tuple(dict.fromkeys(found))
+
+
+def numbers_of(product: Product, rows: Sequence[int]) -> list[int]:
+    """The M that are tuned: slots of tokens for experts; a dense M up to 512 has a row of its own, without those below
+    it, since a tile of the copy engine that M rows fill is slow where they do not."""
+    if product.groups > 1:
+        return [M * TOP_K for M in rows]
+    return [M for M in sorted({*rows, *(M - 1 for M in rows if 8 < M <= 512)}) if M * product.N <= MOST_OUTPUTS]
+
+
+def between(row: Row, before: int, home: torch.device, seed: int) -> list[Row]:
+    """Where a row and the numbers of rows above `before` that it serves want other choices (the tile, the library):
+    a row in between, the last of those."""
+
+    def at(M: int) -> Row:
+        subject = Subject(row.product, M, home)
+        named = [subject.of_tile(row.tile), *(c for c in subject.libraries() if c.library == row.library)]
+        ours, theirs = (round(ms, 5) for ms in subject.clock(seed)(named))
+        return replace(row, M=M, tile_ms=ours, library_ms=theirs, refused={})
+
+    if row.library is None or row.tile is None or row.M - before <= 8:
+        return []
+    low, high = at(before + 1), row.M
+    if low.by_library == row.by_library:
+        return []
+    while high - low.M > max(8, row.M // 16):
+        middle = at((low.M + high) // 2)
+        if middle.by_library == row.by_library:
+            high = middle.M
+        else:
+            low = middle
+    return [low]
 
 
 def row_of(product: Product, M: int, verdicts: Sequence[Verdict]) -> Row:
@@ -101,24 +134,25 @@ def tune(
     """
     begin, late, table = time.monotonic(), [], Table(machine.facts(home), machine.specs())
     for product in products:
-        used: set[str] = set()
-        for tokens in rows:
-            M = tokens * TOP_K if product.groups > 1 else tokens
-            if M * product.N > MOST_OUTPUTS and product.groups == 1:
-                continue
+        used, before = set(), 0
+        for M in numbers_of(product, rows):
             if time.monotonic() - begin > seconds:
                 late.append(f"{product}, {M} rows")
                 continue
             subject = Subject(product, M, home)
             first = all(row.product != product for row in table.rows)  # the CPU is slow: once a product
             cases = subject.cases(seed, proof.KINDS if first else ("normal", "mixed"), on_cpu=first)
-            verdicts = judge(subject.candidates(), cases, subject.clock(seed))
-            table.rows.append(row := row_of(product, M, verdicts))
+            verdicts = judge(subject.candidates(before + 1 if before else M), cases, subject.clock(seed))
+            row = row_of(product, M, verdicts)
+            more = between(row, before, home, seed) if product.groups == 1 else []
+            table.rows += [*more, row]
             note(origin() | evidence(product, M, verdicts))
-            say(line(row))
+            for one in (*more, row):
+                say(line(one))
+                used |= {one.library} if one.by_library else set()
             if row.by_library and product.groups > 1:
                 table.proven.append(Proven(product, row.library, ((M, M, 1),)))
-            used |= {row.library} if row.by_library else set()
+            before = M
             torch.cuda.empty_cache()
         rest, most = Table(table.machine, table.spec, table.rows), min(max(rows), MOST_OUTPUTS // product.N)
         for library in sorted(used) if product.groups == 1 else ():

@@ -34,8 +34,9 @@ def linear_kernel(
     """One tile a program; x [M, K], w [N, K] BF16 -> y [M, N]. FETCH: the weight is asked for before x is there."""
     i, j = tile_of(tl.program_id(0), tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N), 8)
     rows, cols = i * TILE_M + tl.arange(0, TILE_M), j * TILE_N + tl.arange(0, TILE_N)
-    # Rows past the end read row 0 and are not stored: no mask in the loop.
-    x_rows, w_rows = tl.where(rows < M, rows, 0).to(tl.int64), tl.where(cols < N, cols, 0).to(tl.int64)
+    # Rows past the end read another and are not stored: no mask in the loop. Each another one, or all programs would
+    # ask the cache for one row's lines.
+    x_rows, w_rows = (rows % M).to(tl.int64), tl.where(cols < N, cols, 0).to(tl.int64)
     if FETCH:
         fetch(w_ptr, w_rows, K)
     in_turn()
@@ -49,16 +50,20 @@ def linear_tma_kernel(
     x_desc, w_desc, y_ptr, M, N, K,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """A persistent grid of PROGRAMS; the copy engine fills what lies outside the matrices with zeros."""
+    """A persistent grid of PROGRAMS; the copy engine fills what lies outside the matrices with zeros.
+
+    That is slow, so the last tile of rows begins early enough to be full, and some rows are computed twice.
+    """
     in_turn()
     tiles_m, tiles_n = tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
         i, j = tile_of(tile, tiles_m, tiles_n, 8)
+        row = tl.minimum(i * TILE_M, tl.maximum(M - TILE_M, 0))
         acc = tl.zeros((TILE_M, TILE_N), tl.float32)
         for k0 in range(0, K, TILE_K):
-            x, w = x_desc.load([i * TILE_M, k0]), w_desc.load([j * TILE_N, k0])
+            x, w = x_desc.load([row, k0]), w_desc.load([j * TILE_N, k0])
             acc = tl.dot(x, tl.trans(w), acc)
-        rows = i * TILE_M + tl.arange(0, TILE_M)
+        rows = row + tl.arange(0, TILE_M)
         if y_ptr.dtype.element_ty == tl.float32:
             # Two halves: a whole FP32 tile on its way to memory does not fit beside the loads of the next.
             left, right = tl.split(tl.permute(tl.reshape(acc, (TILE_M, 2, TILE_N // 2)), (0, 2, 1)))
@@ -85,15 +90,17 @@ CANDIDATES = (
 REFERENCE = Tile(64, 64, 64, 4, 6)  # plain loads, which take any K: what other candidates are compared with
 
 
-def fits(tile: Tile, M: int, N: int, K: int) -> bool:
-    """Whether a tile is worth a try (no padding for the most part, no crowd of small ones), and the engine reads K."""
-    if (tile.tma or tile.pingpong) and K % 8:
+def fits(tile: Tile, M: int, N: int, K: int, fewest: int | None = None) -> bool:
+    """Whether a tile is worth a try (no padding for the most part, no crowd of small ones), and the engine reads K.
+
+    fewest: rows that it would have to serve too (default M); the copy engine is slow where a tile has more.
+    """
+    if (tile.tma or tile.pingpong) and (K % 8 or tile.m > (M if fewest is None else fewest)):
         return False
     if tile.whole:
         return M <= tile.m and few_rows.fits(tile, M, K)
     tiles = -(-M // tile.m) * -(-N // tile.n)
-    least = 64 if tile.tma else 16  # the copy engine fills rows past M without reading them
-    return tile.m <= max(least, 2 * M) and (tiles <= 1200 or tile.m * tile.n >= 8192 or M <= tile.m)
+    return tile.m <= max(16, 2 * M) and (tiles <= 1200 or tile.m * tile.n >= 8192 or M <= tile.m)
 
 
 # Measured on an H200 at the widths of Qwen3-30B-A3B. ONE_WAVE: the smallest tile that every multiprocessor takes at

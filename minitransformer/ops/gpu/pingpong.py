@@ -41,9 +41,14 @@ def to_bf16(acc, GRADIENT: gl.constexpr):
 
 @gluon.jit
 def _place(
-    tile, tiles_m, tiles_n, M, N, schedule_ptr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, GROUPED: gl.constexpr
-):
-    """(first row, end of the rows, first column, expert) of a tile: GROUP tile rows at a time, or one expert's."""
+    tile, tiles_m, tiles_n, M, N, schedule_ptr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, GROUPED: gl.constexpr,
+    FULL: gl.constexpr,
+):  # fmt: skip
+    """(first row, end of the rows, first column, expert) of a tile: GROUP tile rows at a time, or one expert's.
+
+    FULL: the last tile of rows begins early enough to be full, and some rows are computed twice: the copy engine is
+    slow to fill what lies outside with zeros.
+    """
     if GROUPED:
         cell = schedule_ptr + tile // tiles_n * CELLS
         first, rows = gl.load(cell + 3), gl.load(cell + 4)
@@ -54,14 +59,17 @@ def _place(
     if GROUPED:
         cell = schedule_ptr + i * CELLS
         return gl.load(cell + 1), gl.load(cell + 2), j * TILE_N, gl.load(cell)
+    elif FULL:
+        return min(i * TILE_M, max(M - TILE_M, 0)), M, j * TILE_N, 0
     else:
         return i * TILE_M, M, j * TILE_N, 0
 
 
 @gluon.jit
 def _produce(
-    x_desc, w_desc, ring, sizes, schedule_ptr, TURNED: gl.constexpr, DEEP: gl.constexpr, GROUPED: gl.constexpr
-):
+    x_desc, w_desc, ring, sizes, schedule_ptr, TURNED: gl.constexpr, DEEP: gl.constexpr, GROUPED: gl.constexpr,
+    END: gl.constexpr,
+):  # fmt: skip
     x_bufs, w_bufs, full, empty, turns = ring
     tiles, tiles_m, tiles_n, M, N, K = sizes
     STAGES: gl.constexpr = x_bufs.shape[0]
@@ -70,7 +78,9 @@ def _produce(
     DEPTH: gl.constexpr = x_bufs.shape[1 if TURNED else 2]
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row, _, column, expert = _place(tile, tiles_m, tiles_n, M, N, schedule_ptr, TILE_M, TILE_N, GROUPED)
+        row, _, column, expert = _place(
+            tile, tiles_m, tiles_n, M, N, schedule_ptr, TILE_M, TILE_N, GROUPED, END == PLAIN and not TURNED
+        )
         for k0 in range(0, K, DEPTH):
             slot = step % STAGES
             mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
@@ -110,7 +120,9 @@ def _consume(
     steps = gl.cdiv(K, DEPTH)
     number, round_ = which, 0
     for tile in range(gl.program_id(0) + which * gl.num_programs(0), tiles, 2 * gl.num_programs(0)):
-        row, end, column, expert = _place(tile, tiles_m, tiles_n, M, N, schedule_ptr, TILE_M, TILE_N, GROUPED)
+        row, end, column, expert = _place(
+            tile, tiles_m, tiles_n, M, N, schedule_ptr, TILE_M, TILE_N, GROUPED, END == PLAIN and not TURNED
+        )
         if END == WEIGHTED:  # read here, where there is time, and not before the stores
             rows = row + gl.arange(0, TILE_M, gl.SliceLayout(1, layout))
             weights = gl.load(weights_ptr + gl.load(order_ptr + rows, mask=rows < end, other=0))
@@ -191,7 +203,7 @@ def pingpong_kernel(
         [
             (_consume, (0, ring, sizes, pointers, TURNED, DEEP, GROUPED, END)),
             (_consume, (1, ring, sizes, pointers, TURNED, DEEP, GROUPED, END)),
-            (_produce, (x_desc, w_desc, ring, sizes, schedule_ptr, TURNED, DEEP, GROUPED)),
+            (_produce, (x_desc, w_desc, ring, sizes, schedule_ptr, TURNED, DEEP, GROUPED, END)),
         ],
         [4, 1],
         [232, 40],
