@@ -47,7 +47,8 @@ def tuning(monkeypatch, gpu, say=lambda: None):
     def tune_(home, **options):
         device._admit("linear", home)
         say()
-        return table.Table(gpu.versions, {}, [])
+        few = [table.Row(table.Product("linear", 1, 64, 128), 1, (16, 16, 16, 4, 3), 1.0)]
+        return table.Table(gpu.versions, {}, few if options["seconds"] > 1 else [])
 
     monkeypatch.setattr("minitransformer.tuning.tune.tune", tune_)
 
@@ -71,10 +72,18 @@ def test_tune_whose_reference_is_wrong_writes_no_table(doctor, gpu, monkeypatch,
         raise WrongReference("linear: the GPU's own tile is wrong")
 
     tuning(monkeypatch, gpu, wrong)
-    gpu.got = -GOOD
     assert doctor("--tune") == 1
-    assert capsys.readouterr().out.startswith("no table is written: linear: the GPU's own tile is wrong\n")
-    assert not list(tmp_path.rglob("tuning.json"))
+    out = capsys.readouterr().out
+    assert "failed   tune: no table is written: linear: the GPU's own tile is wrong\n" in out
+    assert out.splitlines()[-1].startswith("1 of ") and not list(tmp_path.rglob("tuning.json"))
+
+
+def test_tune_without_time_leaves_the_table_that_is_there(doctor, gpu, monkeypatch, capsys):
+    tuning(monkeypatch, gpu)
+    table.Table({"gpu": "another"}, {}, []).write(table.user_path())
+    before = table.user_path().read_bytes()
+    assert doctor("--tune", "--seconds", "0.1") == 0
+    assert "nothing was tuned" in capsys.readouterr().out and table.user_path().read_bytes() == before
 
 
 def test_tune_on_a_gpu_that_is_no_hopper_is_bad_input(doctor, gpu, monkeypatch, capsys):

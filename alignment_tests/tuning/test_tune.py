@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="the GPU's modules need Triton")
 
 from minitransformer.ops import gpu, grouped_linear, linear
 from minitransformer.tuning import machine, subject, tune
+from minitransformer.tuning.judge import Candidate, Verdict
 from minitransformer.tuning.table import Product
 
 CPU, PRODUCT = torch.device("cpu"), Product("linear", 1, 64, 128)
@@ -95,7 +96,27 @@ def test_where_the_choice_changes_between_two_rows_there_is_another(acted, monke
 def test_which_numbers_of_rows_are_tuned():
     assert tune.numbers_of(PRODUCT, (1, 8, 64, 1024)) == [1, 8, 63, 64, 1024]
     assert tune.numbers_of(PRODUCT._replace(N=1 << 22), (1, 64, 1024)) == [1, 63, 64]
-    assert tune.numbers_of(PRODUCT._replace(op="grouped_linear", groups=4), (1, 64)) == [8, 512]
+    assert tune.numbers_of(PRODUCT._replace(op="grouped_linear", groups=4), (64, 1, 64)) == [8, 512]
+
+
+def test_a_number_of_rows_that_is_asked_for_twice_is_tuned_once(acted, monkeypatch):
+    """Two times of one M may disagree about the library; then nothing was left to prove, and the table was lost."""
+    times = iter([1.0, 9.0] * 9)
+    clock = lambda named: [2.0 if c.tile else next(times) for c in named]  # noqa: E731
+    monkeypatch.setattr(subject.Subject, "clock", lambda *_: clock)
+    made = tune.tune(CPU, [PRODUCT], rows=(3, 3), say=lambda line: None)
+    assert [row.M for row in made.rows] == [3]
+
+
+def test_a_library_that_turns_a_switch_must_be_faster_by_a_tenth():
+    def chosen(tile, mm, unsplit):
+        libraries = (Candidate(name, None, library=name) for name in ("torch.mm", "torch.mm unsplit"))
+        named = Candidate("16", None, (16,)), *libraries
+        found = [Verdict(c, ms=ms) for c, ms in zip(named, (tile, mm, unsplit), strict=True)]
+        return tune.row_of(PRODUCT, 8, found).library
+
+    assert chosen(1.0, 2.0, 0.95) == "torch.mm" and chosen(1.0, 2.0, 0.8) == "torch.mm unsplit"
+    assert chosen(1.0, 0.9, 0.8) == "torch.mm" and chosen(1.0, None, 0.95) is None
 
 
 def test_a_library_is_refused_at_its_first_use_with_the_element(acted):

@@ -55,9 +55,9 @@ def run(args: argparse.Namespace) -> int:
 
     allow_unverified(args.allow_unverified)
     seed = checks.fresh_seed() if args.seed is None else args.seed
-    candidates = _tune(args, seed) if args.tune else []
-    found = []
-    for check in checks.run(seed, print if args.table else lambda line: None):
+    candidates, wrong = _tune(args, seed) if args.tune else ([], None)
+    found, tuned = [], [] if wrong is None else [checks.Check("tune", "failed", f"no table is written: {wrong}")]
+    for check in (*tuned, *checks.run(seed, print if args.table else lambda line: None)):
         print(f"{check.state:8} {check.name}: {check.text}", flush=True)
         found.append(check)
     failed = sum(check.state == "failed" for check in found)
@@ -67,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _tune(args: argparse.Namespace, seed: int) -> list[dict]:
-    """Writes the user's table -> every candidate's time or refusal."""
+def _tune(args: argparse.Namespace, seed: int) -> tuple[list[dict], str | None]:
+    """Writes the user's table -> (every candidate's time or refusal, why the tiles can't be trusted here or None)."""
     import torch
 
     if not torch.cuda.is_available():
@@ -94,8 +94,10 @@ def _tune(args: argparse.Namespace, seed: int) -> list[dict]:
             made = tune.tune(home, products=products, rows=args.rows or tune.ROWS, seed=seed,
                              seconds=args.seconds or 300, note=tried.append)  # fmt: skip
     except WrongReference as error:
-        print(f"no table is written: {error}")
-        return tried
+        return tried, str(error)
+    if not made.rows:
+        print("nothing was tuned, and no table is written; raise --seconds")
+        return tried, None
     with holding(path.with_suffix(".lock"), PATIENCE):  # between reading and writing nobody else's rows come
         try:
             before = table.read(path) if path.exists() else None
@@ -106,4 +108,4 @@ def _tune(args: argparse.Namespace, seed: int) -> list[dict]:
         (before.updated(made) if kept else made).write(path)
     choice.forget()
     print(f"wrote {path}: {len(made.rows)} rows")
-    return tried
+    return tried, None

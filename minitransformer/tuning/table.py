@@ -13,6 +13,7 @@ import json
 import os
 import warnings
 from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,10 +70,16 @@ class Proven(NamedTuple):
     def holds(self, M: int) -> bool:
         return any(first <= M <= last and (M - first) % step == 0 for first, last, step in self.rows)
 
-    def above(self, M: int) -> "Proven":
-        """The part of more than M rows."""
-        later = ((first + max(0, -((first - M - 1) // step)) * step, last, step) for first, last, step in self.rows)
-        return self._replace(rows=tuple(span for span in later if span[0] <= span[1]))
+
+def spans(numbers: Iterable[int]) -> tuple[tuple[int, int, int], ...]:
+    """Ascending numbers as (first, last, step)."""
+    found: list[list[int]] = []
+    for n in numbers:
+        if found and (found[-1][0] == found[-1][1] or n - found[-1][1] == found[-1][2]):
+            found[-1][1:] = n, n - found[-1][1]
+        else:
+            found.append([n, n, 1])
+    return tuple(map(tuple, found))
 
 
 class Choice(NamedTuple):
@@ -134,13 +141,17 @@ class Table:
             temporary.write_text(self.text(), encoding="utf-8")
 
     def updated(self, other: "Table") -> "Table":
-        """This table with the other's rows in place of its own of the same product and M, and the other's proofs in
-        place of its own of a product up to the other's largest M."""
+        """This table with the other's rows in place of its own of the same product and M, and without the proofs of
+        what the other tried and refused: it tries a library wherever its own rows choose it."""
         new = {(row.product, row.M) for row in other.rows}
         rows = [row for row in self.rows if (row.product, row.M) not in new] + other.rows
-        most = {product: max(M for p, M in new if p == product) for product, _ in new}
-        later = [p.above(most.get(p.product, 0)) for p in self.proven]
-        return Table(other.machine, other.spec, rows, [p for p in later if p.rows] + other.proven, self.path)
+        most = {row.product: row.M for row in sorted(other.rows, key=lambda row: row.M)}
+        kept = []
+        for p in self.proven:
+            tried = other.runs(p._replace(rows=((1, most.get(p.product, 0), 1),)))
+            left = {M for first, last, step in p.rows for M in range(first, last + 1, step)}.difference(tried)
+            kept += [p._replace(rows=spans(sorted(left)))] if left else []
+        return Table(other.machine, other.spec, rows, kept + other.proven, self.path)
 
 
 def read(path: Path) -> Table:

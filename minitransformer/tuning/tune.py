@@ -13,7 +13,7 @@ from minitransformer.tuning import machine, proof
 from minitransformer.tuning.judge import Verdict, fastest, judge
 from minitransformer.tuning.origin import origin
 from minitransformer.tuning.subject import TOP_K, Subject, WrongReference, tile_name
-from minitransformer.tuning.table import Product, Proven, Row, Table
+from minitransformer.tuning.table import Product, Proven, Row, Table, spans
 
 # The widths of Qwen3-30B-A3B: qkv, o, router, both products of an expert alone, lm_head; then the experts.
 PRODUCTS = (
@@ -43,7 +43,7 @@ def numbers_of(product: Product, rows: Sequence[int]) -> list[int]:
     """The M that are tuned: slots of tokens for experts; a dense M up to 512 has a row of its own, without those below
     it, since a tile of the copy engine that M rows fill is slow where they do not."""
     if product.groups > 1:
-        return [M * TOP_K for M in rows]
+        return [M * TOP_K for M in sorted(set(rows))]
     return [M for M in sorted({*rows, *(M - 1 for M in rows if 8 < M <= 512)}) if M * product.N <= MOST_OUTPUTS]
 
 
@@ -74,11 +74,14 @@ def between(row: Row, before: int, home: torch.device, seed: int) -> list[Row]:
 def row_of(product: Product, M: int, verdicts: Sequence[Verdict]) -> Row:
     """The table's row: the fastest of our tiles, the fastest library, and every candidate that was refused.
 
-    Of two libraries within 5 % the first in the list: it is torch.mm as it comes, which turns no switch.
+    Of two libraries within 15 % the first in the list: it is torch.mm as it comes, which turns no switch. One that does
+    must be faster than our tile by a tenth: layers with it are not repeated (ops/gpu/repeat.py).
     """
     tile = fastest(v for v in verdicts if v.candidate.tile is not None)
+    most = 0.9 * tile.ms if tile else float("inf")
     named = [v for v in verdicts if v.candidate.library is not None and v.ms is not None]
-    library = next((v for v in named if v.ms <= 1.05 * min(w.ms for w in named)), None)
+    named = [v for v in named if v.candidate.library != "torch.mm unsplit" or v.ms < most]
+    library = next((v for v in named if v.ms <= 1.15 * min(w.ms for w in named)), None)
     refused = {v.candidate.name: v.refused for v in verdicts if v.refused is not None}
     ours = (tuple(map(int, tile.candidate.tile)), round(tile.ms, 5)) if tile else (None, None)
     theirs = (library.candidate.library, round(library.ms, 5)) if library else (None, None)
@@ -111,17 +114,6 @@ def proven_rows(product: Product, library: str, rows: Sequence[int], home: torch
         part = x[:M] if gpu.library.layout(x) == "n" else x.t()[:, :M].contiguous().t()
         wrong[i] = proof.differing(run(part, w), want[:M]).sum()
     return Proven(product, library, spans([M for M, bad in zip(rows, wrong.tolist(), strict=True) if not bad]))
-
-
-def spans(numbers: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
-    """Ascending numbers as (first, last, step)."""
-    found: list[list[int]] = []
-    for n in numbers:
-        if found and (found[-1][0] == found[-1][1] or n - found[-1][1] == found[-1][2]):
-            found[-1][1:] = n, n - found[-1][1]
-        else:
-            found.append([n, n, 1])
-    return tuple(map(tuple, found))
 
 
 def tune(
@@ -157,7 +149,8 @@ def tune(
         rest, most = Table(table.machine, table.spec, table.rows), min(max(rows), MOST_OUTPUTS // product.N)
         for library in sorted(used) if product.groups == 1 else ():
             # Everywhere that it would be the choice: milliseconds each.
-            every = rest.runs(Proven(product, library, ((1, most, 1),)))
+            if not (every := rest.runs(Proven(product, library, ((1, most, 1),)))):
+                continue
             table.proven.append(proven_rows(product, library, every, home, seed))
             say(f"{product}: {library} has the bits for rows {table.proven[-1].rows}")
     if late:
