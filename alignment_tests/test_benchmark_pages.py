@@ -76,6 +76,36 @@ def test_a_result_without_its_table_or_a_table_without_its_mark_is_told(monkeypa
         page.laws([])
 
 
+def test_the_table_of_laws_has_every_file_that_runs_on_a_gpu():
+    text = (BENCHMARKS.parent / "docs" / "performance.md").read_text(encoding="utf-8")
+    files = (BENCHMARKS.parent / "alignment_tests" / "gpu").glob("test_*.py")
+    named = [path.stem for path in files if "pytest.mark.gpu" in path.read_text(encoding="utf-8")]
+    assert len(named) > 15 and not [name for name in named if f"`{name}`" not in text]
+
+
+def test_what_the_page_says_of_the_self_checks_was_measured(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    page = module("page")
+    each, first = (page.rows(bench, "h200_selfchecks.jsonl") for bench in ("self-check", "first use"))
+    outputs, seconds = (sum(row[key] for row in each) for key in ("outputs", "seconds"))
+    cold, stamped = (row["seconds"] for row in first)
+    said = f"{outputs / 1e6:.1f} million numbers: {seconds:.1f} s with compiled kernels, {cold:.0f} s "
+    text = page.PAGE.read_text(encoding="utf-8")
+    assert said in text and f"a process asks {stamped:.1f} s" in text
+
+
+def test_no_committed_row_has_wrong_bits(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    page, counted = module("page"), 0
+    for path in (p for p in sorted(page.RESULTS.glob("h200_*.json*")) if "sglang" not in p.name):
+        for row in page.read(path.name):
+            wrong = row.get("wrong", row.get("differing", row.get("bits", {}).get("differing", 0)))
+            counts = wrong.values() if isinstance(wrong, dict) else [wrong]
+            assert not any(counts), f"{path.name}: {row}"
+            counted += len(counts) and ("wrong" in row or "differing" in row)
+    assert counted > 200
+
+
 def test_runs_of_servers_are_kept_and_compared(tmp_path):
     speed, of = (
         module("sglang_speed"),

@@ -158,8 +158,15 @@ def head(old: Cells) -> Cells:
     return made
 
 
+def align(old: Cells) -> Cells:
+    """`minitransformer align` of the demo checkpoint, a line a run."""
+    keys = ("recipe", "device", "learner_device", "stages", "log_probs")
+    return [[*(str(r[key]) for key in keys), f"{r['compared']:,}", str(r["differing"])]
+            for r in read("h200_align_demo.jsonl")]  # fmt: skip
+
+
 def laws(old: Cells) -> Cells:
-    """How many cases of each file held."""
+    """How many cases of each file held; 0 of 0 of a file that is newer than the run."""
     count: dict[str, list[int]] = {}
     for file, held, of in re.findall(r"^(\w+): .* (\d+) of (\d+)", (RESULTS / "h200_test_gpu.txt").read_text(), re.M):
         one = count.setdefault(f"test_{file}", [0, 0])
@@ -167,7 +174,7 @@ def laws(old: Cells) -> Cells:
     made = []
     for row in old:
         files = re.findall(r"`(\w+)`", row[0])
-        held, of = (sum(count.pop(file)[i] if i else count[file][0] for file in files) for i in (0, 1))
+        held, of = map(sum, zip(*(count.pop(file, (0, 0)) for file in files), strict=True))
         made.append([row[0], f"{held} of {of}", *row[2:]])
     if count:
         raise ValueError(f"h200_test_gpu.txt has files that the page's table has not: {', '.join(count)}")
