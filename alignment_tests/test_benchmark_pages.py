@@ -1,6 +1,7 @@
 """What draws and tabulates the benchmarks reads the results that are committed, and names a line that is none."""
 
 import argparse
+import importlib
 import importlib.util
 import json
 import re
@@ -58,8 +59,9 @@ def test_every_table_of_the_page_has_the_numbers_of_the_committed_results(monkey
     reached = re.search(r"\| goal \| reached \|\n.*\n.* (\d\.\d\d), least ", text)
     spoilt = text[: reached.start(1)] + "9.99" + text[reached.end(1) :]
     assert page.renewed(spoilt) == (text, ["headline"])
-    read = page.read
-    monkeypatch.setattr(page, "read", lambda name: [row | {"torch_ms": 7.0} if row.get("shape") == "decode" else row
+    made = importlib.import_module("page_tables")
+    read = made.read
+    monkeypatch.setattr(made, "read", lambda name: [row | {"torch_ms": 7.0} if row.get("shape") == "decode" else row
                                                     for row in read(name)])  # fmt: skip
     assert page.renewed(text)[1] == ["headline", "decode"]
 
@@ -71,9 +73,10 @@ def test_a_result_without_its_table_or_a_table_without_its_mark_is_told(monkeypa
     with pytest.raises(ValueError, match="<!-- laws -->"):
         page.renewed(text.replace("<!-- laws -->", ""))
     (tmp_path / "h200_test_gpu.txt").write_text("new_law: holds everywhere   1 of 1\n")
-    monkeypatch.setattr(page, "RESULTS", tmp_path)
+    made = importlib.import_module("page_tables")
+    monkeypatch.setattr(made, "RESULTS", tmp_path)
     with pytest.raises(ValueError, match="test_new_law"):
-        page.laws([])
+        made.laws([])
 
 
 def test_the_table_of_laws_has_every_file_that_runs_on_a_gpu():
@@ -85,8 +88,8 @@ def test_the_table_of_laws_has_every_file_that_runs_on_a_gpu():
 
 def test_what_the_page_says_of_the_self_checks_was_measured(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
-    page = module("page")
-    each, first = (page.rows(bench, "h200_selfchecks.jsonl") for bench in ("self-check", "first use"))
+    page, made = module("page"), importlib.import_module("page_tables")
+    each, first = (made.rows(bench, "h200_selfchecks.jsonl") for bench in ("self-check", "first use"))
     outputs, seconds = (sum(row[key] for row in each) for key in ("outputs", "seconds"))
     cold, stamped = (row["seconds"] for row in first)
     said = f"{outputs / 1e6:.1f} million numbers: {seconds:.1f} s with compiled kernels, {cold:.0f} s "
@@ -96,9 +99,9 @@ def test_what_the_page_says_of_the_self_checks_was_measured(monkeypatch):
 
 def test_no_committed_row_has_wrong_bits(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
-    page, counted = module("page"), 0
-    for path in (p for p in sorted(page.RESULTS.glob("h200_*.json*")) if "sglang" not in p.name):
-        for row in page.read(path.name):
+    made, counted = importlib.import_module("page_tables"), 0
+    for path in (p for p in sorted(made.RESULTS.glob("h200_*.json*")) if "sglang" not in p.name):
+        for row in made.read(path.name):
             wrong = row.get("wrong", row.get("differing", row.get("bits", {}).get("differing", 0)))
             counts = wrong.values() if isinstance(wrong, dict) else [wrong]
             assert not any(counts), f"{path.name}: {row}"
