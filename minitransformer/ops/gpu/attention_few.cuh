@@ -11,6 +11,8 @@
 #define CHUNKS (WIDTH / 8)     // of 16 bytes
 #define START -1e30f
 #define EVICT_LAST 0x14F0000000000000
+#define EVICT_NORMAL 0x1000000000000000
+#define KEPT (40 << 20)  // bytes of segments' sums at most that the L2 cache is asked to keep, of its 50 MB
 #define HALVES (ROWS / 8)      // of the accumulator: rows g, rows g + 8
 
 // q, o [tokens, heads, WIDTH], k, v [rows, key/value heads, WIDTH] BF16; positions int64 [tokens]; key_rows int64
@@ -138,16 +140,16 @@ struct Running {
     }
 };
 
-// Leaves the L2 cache last, so that it is still there for the fold, which gives it up.
-__device__ __forceinline__ void store_kept(float *at, float a, float b) {
-    asm volatile("st.global.L2::cache_hint.v2.f32 [%0], {%1, %2}, %3;"
-        :: "l"(at), "f"(a), "f"(b), "l"(EVICT_LAST) : "memory");
+__device__ __forceinline__ void store_for(u64 policy, float *at, float a, float b) {
+    asm volatile("st.global.L2::cache_hint.v2.f32 [%0], {%1, %2}, %3;" :: "l"(at), "f"(a), "f"(b), "l"(policy) : "memory");
 }
 
 // 8 * N columns of the result from `column` on; m and l where `lead`.
 template <int N>
 __device__ __forceinline__ void store(const Inputs &in, const Item &item, const Rows &rows, const float *acc,
         const Running &run, int column, bool lead, int lane) {
+    // The fold wants them and gives them up.
+    const u64 policy = (i64)in.segments * in.lines * WIDTH * 4 <= KEPT ? EVICT_LAST : EVICT_NORMAL;
 #pragma unroll
     for (int h = 0; h < HALVES; h++) {
         const int r = lane / 4 + 8 * h, token = item.first + r / GROUP;
@@ -160,7 +162,7 @@ __device__ __forceinline__ void store(const Inputs &in, const Item &item, const 
         for (int j = 0; j < N; j++) {
             const float a = acc[4 * j + 2 * h], b = acc[4 * j + 2 * h + 1];
             if (in.acc) {
-                store_kept(in.acc + at + 8 * j, a, b);
+                store_for(policy, in.acc + at + 8 * j, a, b);
                 continue;
             }
             *(u32 *)(in.o + at + 8 * j) = quotients(a, b, run.l[h]);
