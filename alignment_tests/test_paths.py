@@ -176,3 +176,29 @@ def test_where_there_are_no_locks_everybody_writes(tmp_path, monkeypatch):
     with replacing_directory(tmp_path / "out", ()) as new:
         (new / "a").write_text("1")
     assert os.listdir(tmp_path) == ["out"]
+
+
+def test_the_lock_file_of_another_user_can_be_held(tmp_path, monkeypatch):
+    """What a killed run of theirs left: a file that this user may only read."""
+    lock, real = tmp_path / "lock", os.open
+    lock.touch(0o644)
+
+    def mine_to_read(path, flags, *mode):
+        if os.fspath(path) == str(lock) and flags & os.O_RDWR:
+            raise PermissionError(13, "Permission denied")
+        return real(path, flags, *mode)
+
+    monkeypatch.setattr("minitransformer.files.os.open", mine_to_read)
+    with holding(lock) as alone, holding(lock) as second:
+        assert alone and not second
+
+
+@pytest.mark.parametrize("length", [200, 201, 240, 255])
+def test_names_as_long_as_file_systems_take_them(tmp_path, length):
+    name = "n" * length
+    Learner(tiny_model()).save(tmp_path / name)
+    write_text(tmp_path / name, "x")
+    (tmp_path / name).unlink()
+    with replacing_directory(tmp_path / name, ()) as new:
+        (new / "a").write_text("1")
+    assert os.listdir(tmp_path) == [name]

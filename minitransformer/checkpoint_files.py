@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minitransformer.errors import InputError
-from minitransformer.files import holding, named, parse_json, read_text
+from minitransformer.files import holding, named, parse_json, read_text, short
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -204,10 +204,11 @@ def replacing_directory(directory: str | os.PathLike, own: Iterable[str]) -> Ite
     target = named(directory).resolve()
     _refuse_foreign(directory, target, own)
     made = [folder for folder in target.parents if not folder.exists()]  # the innermost first
-    temporary, old = (target.with_name(f".{target.name}.{kind}-{secrets.token_hex(4)}") for kind in ("new", "old"))
+    name = short(target.name)
+    temporary, old = (target.with_name(f".{name}.{kind}-{secrets.token_hex(4)}") for kind in ("new", "old"))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with holding(target.with_name(f".{target.name}.lock")) as alone:
+        with holding(target.with_name(f".{name}.lock")) as alone:
             if not alone:
                 raise InputError(f"{directory}: another run is writing it; wait for its end, or choose another place")
             temporary.mkdir()

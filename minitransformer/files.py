@@ -10,6 +10,7 @@ import secrets
 import stat
 import sys
 import time
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -122,6 +123,11 @@ def is_replaceable(path: Path) -> bool:
     return standard_stream(path) is None and not _is_special(path)
 
 
+def short(name: str) -> str:
+    """A file's name with room for a suffix: file systems end it at 255 bytes. Two names stay two."""
+    return name if len(os.fsencode(name)) <= 200 else f"{name[:40]}.{zlib.crc32(os.fsencode(name)):08x}"
+
+
 @contextmanager
 def replacing_file(path: Path) -> Iterator[Path]:
     """A temporary name beside the file (or beside what a symbolic link points to), renamed to it at the end.
@@ -129,8 +135,8 @@ def replacing_file(path: Path) -> Iterator[Path]:
     Of two at once each writes its own, and the file is that of the one that ends last, as if it had begun last.
     """
     target = _target(path)
-    # Cut, so that it is not too long where the name itself is not; no other process or thread has it.
-    temporary = target.with_name(f".{target.name[:40]}.{secrets.token_hex(4)}.tmp")
+    # No other process or thread has it.
+    temporary = target.with_name(f".{short(target.name)}.{secrets.token_hex(4)}.tmp")
     try:
         yield temporary
         os.replace(temporary, target)
@@ -159,7 +165,10 @@ def holding(lock: Path, seconds: float = 0) -> Iterator[bool]:
 
 def _lock(path: Path) -> int | None:
     """An open file that holds the lock, or None if somebody else has it."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except PermissionError:
+        file = os.open(path, os.O_RDONLY)  # what another user's process left when it was killed; a lock asks for no more
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(file), os.stat(path)):

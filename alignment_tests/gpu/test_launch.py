@@ -207,14 +207,14 @@ def test_a_graph_tells_that_it_is_gone(monkeypatch):
 
 def test_a_thread_gets_a_context_before_its_first_launch(monkeypatch):
     asked = []
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: asked.append(1))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", asked.append)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     home = torch.device("cuda", 0)
     for threads in (1, 2):
         with ThreadPoolExecutor(1) as fresh:
             for _ in range(3):
                 fresh.submit(launch.on, home).result()
-        assert len(asked) == threads
+        assert asked == [home] * threads
 
 
 def test_a_launch_in_cpp_is_made_again_with_what_has_changed(monkeypatch):

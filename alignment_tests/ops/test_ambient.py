@@ -1,5 +1,9 @@
 """Settings of the process that must not move a bit: torch's default dtype, and flushed subnormals."""
 
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -26,6 +30,39 @@ def test_the_default_dtype_moves_nothing(dtype):
         assert_bits_equal(rope.rope_table(16, 1e4, 96), model.rope_table, "rope table")
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+PACKAGE = Path(laws.__file__).parents[1] / "minitransformer"
+FLOATS = {"empty", "zeros", "ones", "full", "rand", "randn", "linspace"}  # what follows the default dtype
+
+
+def without_a_dtype(text: str) -> Iterator[int]:
+    """Lines of torch.empty(...) and the like that leave the dtype to the process."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FLOATS:
+            of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+            if of_torch and not any(word.arg in ("dtype", None) for word in node.keywords):
+                yield node.lineno
+
+
+def test_no_tensor_takes_the_default_dtype():
+    """The kernels of a GPU would write FP32 past the end of a tensor that a process with another default made."""
+    assert list(without_a_dtype("torch.empty(3, device=home); torch.empty(3, dtype=x.dtype); numpy.empty(3)")) == [1]
+    found = {str(path.relative_to(PACKAGE)): list(without_a_dtype(path.read_text())) for path in PACKAGE.rglob("*.py")}
+    integers = "plugins/sglang/prefill_graphs.py"  # torch.full of an integer is int64
+    assert not {name: lines for name, lines in found.items() if lines and name != integers}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_self_checks_under_another_default_dtype(dtype):
+    from minitransformer.tuning import reverify
+
+    try:
+        torch.set_default_dtype(dtype)
+        wrong = [result for result in reverify.results(torch.device("cpu")) if result.wrong]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert not wrong
 
 
 def test_flushed_subnormals_are_refused():

@@ -45,6 +45,42 @@ def test_on_others_every_operator_is_compared_once_and_that_is_kept(gpu, tmp_pat
     assert len(gpu.use()) == 1 and gpu.runs == 2, "half a stamp is none"
 
 
+def test_a_warning_that_is_an_error_comes_after_the_comparison_and_once(gpu):
+    gpu.forget(**NEW)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="compared with the CPU now"):
+            device._admit("linear", HOME)
+        assert gpu.runs == 1
+        device._admit("linear", HOME)
+    assert gpu.runs == 1 and HOME in device._verified
+
+
+def test_the_checks_run_in_a_thread_of_their_own(gpu, monkeypatch):
+    gpu.forget(**NEW)
+    threads = []
+    monkeypatch.setattr(reverify, "_all", lambda home: threads.append(threading.get_ident()) or [])
+    gpu.use()
+    assert len(threads) == 1 and threads[0] != threading.get_ident()
+
+
+def test_an_inner_check_leaves_the_outer_mark(gpu):
+    gpu.forget(**NEW)
+    with reverify.unasked():
+        assert len(list(reverify.results(HOME))) == 2
+        assert not reverify.first_use(HOME), "a first use inside of doctor's checks"
+
+
+def test_a_kernel_that_refuses_a_good_row_is_wrong(gpu, monkeypatch):
+    def check(home):
+        raise ValueError("row 3: a NaN")
+
+    monkeypatch.setattr(device, "check", check)
+    assert [result.wrong for result in reverify.results(HOME)] == [
+        "after 'two rows': ValueError: row 3: a NaN", "ValueError: row 3: a NaN"
+    ]  # fmt: skip
+
+
 def stale_stamps_are_none(gpu):
     for n, versions in enumerate(({"torch": "2.99.0"}, {"triton": "3.9"}, {"cuda": "1"}, {"gpu": "NVIDIA H100"}), 1):
         gpu.runs = 0

@@ -13,7 +13,6 @@ import hashlib
 import json
 import math
 import os
-import secrets
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minitransformer.errors import InputError
-from minitransformer.files import named
+from minitransformer.files import named, replacing_file
 
 if TYPE_CHECKING:
     from minitransformer.learner.learner import Learner
@@ -50,17 +49,14 @@ def save(learner: "Learner", path: str | os.PathLike) -> None:
         raise InputError(f"{path}: is a directory; name a file")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _state(learner)}
     facts = _facts(learner) | {"step": learner.step, "lr": learner.lr, "tensors": sorted(tensors)}
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, temporary, metadata={"learner": json.dumps(facts, sort_keys=True)})
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())  # or a crash after the rename could leave an empty file under the good name
-        os.replace(temporary, path)
+        with replacing_file(path) as temporary:
+            save_file(tensors, temporary, metadata={"learner": json.dumps(facts, sort_keys=True)})
+            with open(temporary, "rb+") as file:
+                os.fsync(file.fileno())  # or a crash after the rename could leave an empty file under the good name
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path}: cannot be written ({error}); nothing was changed") from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def load(learner: "Learner", path: str | os.PathLike, other_adamw: bool = False) -> None:

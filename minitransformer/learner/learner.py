@@ -70,7 +70,7 @@ class Learner:
         self._written = self._stamp()
         self._settings = (float(lr), betas, eps, weight_decay)
         try:
-            self._adamw([torch.zeros(1)])  # refuses wrong settings now, not at the first update
+            self._adamw([torch.zeros(1, dtype=torch.float32)])  # refuses wrong settings now, not at the first update
         except ValueError as e:
             raise InputError(f"optimizer settings: {e}") from None
 

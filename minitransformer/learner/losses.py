@@ -100,7 +100,8 @@ def policy_gradient(
     inputs = [log_probs_L, old_log_probs_L, advantages_L, log_probs_L if ref_log_probs_L is None else ref_log_probs_L]
     if any(t.shape != (len(log_probs_L),) for t in inputs):
         raise InputError(f"policy_gradient takes vectors of one length, got shapes {[tuple(t.shape) for t in inputs]}")
-    loss_L, grad_L, ratio_L, kl_L = outputs = [torch.full(log_probs_L.shape, math.nan) for _ in range(4)]
+    nothing_L = torch.full(log_probs_L.shape, math.nan, dtype=torch.float32)
+    loss_L, grad_L, ratio_L, kl_L = outputs = [nothing_L.clone() for _ in range(4)]
     bounds = float(clip_low), float(clip_high), float(kl_coef)
     _policy_gradient(*map(f32, inputs), *bounds, *map(f32, outputs))
     return TokenLoss(loss_L, grad_L, ratio_L, None if ref_log_probs_L is None else kl_L, clip_low, clip_high)

@@ -173,7 +173,14 @@ def _settle(home: torch.device) -> None:
             "run an operator once before, or `minitransformer doctor`"
         )
     told = f"{home}: no bits were verified here ({unlike(home)}): every operator is compared with the CPU now, once"
-    warnings.warn(told, RuntimeWarning, stacklevel=5)
+    try:
+        warnings.warn(told, RuntimeWarning, stacklevel=5)
+    finally:  # a warning that is an error here is raised when all is known, and once
+        _compare(home)
+        _settled.add(home)
+
+
+def _compare(home: torch.device) -> None:
     with _turn(home):
         if stamped(home):  # by the process that was waited for
             return
@@ -187,7 +194,7 @@ def _settle(home: torch.device) -> None:
         refuse(home, f"{facts(home)['gpu']} has not the spec's bits under these versions ({unlike(home)}): "
                      f"{wrong[0].name}, {wrong[0].wrong}{others}")  # fmt: skip
         if unverified_allowed():
-            warnings.warn(f"unverified: {unverified(home)}", RuntimeWarning, stacklevel=5)
+            warnings.warn(f"unverified: {unverified(home)}", RuntimeWarning, stacklevel=6)
 
 
 @contextmanager
@@ -205,6 +212,4 @@ def _turn(home: torch.device) -> Iterator[None]:
 
 def _all(home: torch.device) -> list[Result]:
     with torch.cuda.device(home):
-        found = list(results(home))
-        torch.cuda.synchronize(home)
-    return found
+        return list(results(home))

@@ -39,7 +39,8 @@ class Subject:
             return (x, w) if p.op == "linear" or p.op.endswith("t") else (x, w.t().contiguous().t())
         w = proof.operand(kind, p.groups * p.N, p.K, gen, False).view(p.groups, p.N, p.K)
         plan = _routing(self.M, p.groups, seed).to(self.home)
-        weights = torch.rand(plan.rows_TK.shape, generator=gen, device=self.home) if self.weighted else None
+        of = {"dtype": torch.float32, "device": self.home}
+        weights = torch.rand(plan.rows_TK.shape, generator=gen, **of) if self.weighted else None
         return x, w, plan, weights
 
     def reference(self, *operands) -> Tensor:
@@ -119,4 +120,4 @@ def tile_name(tile: tuple) -> str:
 def _routing(R: int, groups: int, seed: int) -> dispatch.Plan:
     slots = TOP_K if R % TOP_K == 0 and groups >= TOP_K else 1
     gen = torch.Generator().manual_seed(seed)
-    return dispatch.plan(torch.rand(R // slots, groups, generator=gen).topk(slots).indices, groups)
+    return dispatch.plan(torch.rand(R // slots, groups, dtype=torch.float32, generator=gen).topk(slots).indices, groups)

@@ -68,7 +68,7 @@ class _Bounds:
     """Bounds of |activation|, in exact arithmetic, of the layer that is being written (module docstring)."""
 
     config: Qwen3MoeConfig
-    norm: Tensor = field(default_factory=lambda: torch.ones(1))
+    norm: Tensor = field(default_factory=lambda: torch.ones(1, dtype=torch.float32))
 
     def of(self, projection: str, weight: Tensor) -> list[float]:
         """One bound an expert, of the input of this projection."""

@@ -224,10 +224,11 @@ def _read_layer(files: TensorFiles, form: Format, config: Qwen3MoeConfig, layer:
     D, F, E = config.hidden_size, config.expert_size, config.num_experts
     read = {
         name: Nvfp4(
-            torch.empty(E, N, K // 2, dtype=torch.uint8), torch.empty(E, N, K // BLOCK, dtype=torch.uint8), outer
+            torch.empty(E, N, K // 2, dtype=torch.uint8), torch.empty(E, N, K // BLOCK, dtype=torch.uint8),
+            torch.zeros(outer, dtype=torch.float32),
         )
-        for name, N, K, outer in (("gate_up", 2 * F, D, torch.zeros(E, 2)), ("down", D, F, torch.zeros(E)))
-    }
+        for name, N, K, outer in (("gate_up", 2 * F, D, (E, 2)), ("down", D, F, (E,)))
+    }  # fmt: skip
     for part in parts(config, layer):
         codes, scales, outer, _ = part.headers(form)
         into = read[part.projection]

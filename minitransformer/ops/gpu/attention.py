@@ -156,8 +156,8 @@ def _tiles(schedule, q, k, v, batch: Batch, positions, key_rows, bounds, longest
     split = segments > 1 and longest <= tokens
     m_s, l_s, acc_s = m, l, m
     if split:
-        m_s, l_s = torch.empty(2, segments * T * N, device=q.device)
-        acc_s = torch.empty(segments * T * N * H, device=q.device)
+        m_s, l_s = torch.empty(2, segments * T * N, dtype=torch.float32, device=q.device)
+        acc_s = torch.empty(segments * T * N * H, dtype=torch.float32, device=q.device)
     pairs = G * (segments if split else 1)
     common = (
         q, k, v, positions, key_rows, bounds, o, m_s, l_s, acc_s, float(_scale(H)), N, G * H, key_rows.shape[1],
@@ -197,7 +197,7 @@ def forward(
     q, k, v = device.take("attention", home, torch.bfloat16, q_TNH, k_RGH, v_RGH)
     positions, key_rows = device.take("attention", home, torch.int64, batch.positions_T, batch.key_rows_SL)
     (T, N, H), G = q.shape, k.shape[1]
-    outputs = torch.empty_like(q), *(torch.empty(T, N, device=home) for _ in range(2))
+    outputs = torch.empty_like(q), *(torch.empty(T, N, dtype=torch.float32, device=home) for _ in range(2))
     longest = max((b - a for a, b in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)), default=0)
     if longest == 0:
         return outputs

@@ -209,7 +209,7 @@ def backward(
         return dq, dk, dv
     for_kv, for_q = schedules or choose(longest)
     width, sequences, bounds = next_power_of_2(H), batch.num_sequences, _bounds(batch, home)
-    stats = torch.empty(3, N, T, device=home)
+    stats = torch.empty(3, N, T, dtype=torch.float32, device=home)
     numbers, shape = (float(_scale(H)), float(H**-0.5), T, N, G), (N // G, H, width)
     with on(home):
         rows = max(1, 1024 // LANES.value)

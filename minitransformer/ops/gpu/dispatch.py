@@ -189,7 +189,7 @@ def _spread(op: str, x_TD: Tensor, plan, with_amax: bool) -> tuple[Tensor, Tenso
     (x,) = device.take(op, home, torch.bfloat16, x_TD)
     (rows,) = device.take(op, home, torch.int64, plan.rows_TK)
     out = torch.empty(T * K, D, dtype=torch.bfloat16, device=home)
-    amax = torch.empty(T * K, device=home) if with_amax else out
+    amax = torch.empty(T * K, dtype=torch.float32, device=home) if with_amax else out
     if with_amax and D == 0:
         amax.zero_()
     if out.numel():

@@ -69,7 +69,7 @@ def on(home: torch.device) -> AbstractContextManager:
     if not _thread.bound and home.type == "cuda":
         # A thread that has called nothing of CUDA's runtime (its tensors came out of torch's cache) has no context, and
         # the driver refuses its launches.
-        torch.cuda.mem_get_info()
+        torch.cuda.mem_get_info(home)
         _thread.bound = True
     return _HERE if home.index == torch.cuda.current_device() else torch.cuda.device(home)
 

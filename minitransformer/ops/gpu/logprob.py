@@ -102,10 +102,10 @@ def of_rows(
 ) -> tuple[Tensor, Tensor]:
     """forward for contiguous operands and a temperature a row, FP32 [T]. tops: maxima of blocks of the logits."""
     home, (T, V) = logits.device, logits.shape
-    out, max_sum = torch.empty(T, device=home), torch.empty(T, 2, device=home)
+    out, max_sum = (torch.empty(shape, dtype=torch.float32, device=home) for shape in ((T,), (T, 2)))
     with on(home):
         if tops is None:
-            tops = torch.empty(T, cdiv(V, BLOCK), device=home)
+            tops = torch.empty(T, cdiv(V, BLOCK), dtype=torch.float32, device=home)
             # Rows lie on the second axis of the grid, which ends at 65,535.
             for begin in range(0, T, 65535):
                 some = slice(begin, begin + 65535)
@@ -125,7 +125,7 @@ def forward(logits_TV: Tensor, ids_T: Tensor, temperatures_T: Tensor) -> tuple[T
     if T:
         out, max_sum = of_rows(logits, ids, temperatures, where=device.slot("logprob"))
     else:
-        out, max_sum = torch.empty(0, device=home), torch.empty(0, 2, device=home)
+        out, max_sum = (torch.empty(shape, dtype=torch.float32, device=home) for shape in ((0,), (0, 2)))
     device.check(home)  # log-probs go to the host next, so waiting costs nothing here
     return out, max_sum
 

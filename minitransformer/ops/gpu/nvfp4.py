@@ -89,7 +89,7 @@ def defines(K: int, dtype: torch.dtype, decode: bool, steps: int) -> tuple[tuple
 
 def row_amax(x: Tensor) -> Tensor:
     rows = rows_of("nvfp4.row_amax", x)
-    out = torch.empty(rows.shape[0], device=x.device)
+    out = torch.empty(rows.shape[0], dtype=torch.float32, device=x.device)
     if out.numel():
         with on(x.device):
             amax_kernel[(cdiv(rows.shape[0], 4),)](

@@ -120,7 +120,7 @@ def many_product(
     if weight.dtype == torch.int32:
         many_rows.product(aligned(x), scale_R, weight, scale_EN, bounds, y, schedule)
     else:
-        row_scale = torch.ones(R, device=home) if scale_R is None else scale_R
+        row_scale = torch.ones(R, dtype=torch.float32, device=home) if scale_R is None else scale_R
         grouped_linear.tiled(x, weight, y, bounds, row_scale, scale_EN, schedule, SCALED.value)
     return y
 

@@ -30,7 +30,8 @@ def _launch(x: Tensor, plan, K: int, source: int, keep: bool = True) -> tuple[Te
     """(y [R, K] BF16, codes, scales, outer, decoded); the first three are None without keep."""
     home, R = x.device, plan.num_rows
     (places,) = device.take("quantised_rows", home, torch.int64, plan.rows_TK if source == GATHER else plan.order_R)
-    decoded, outer = torch.empty(R, K, dtype=torch.bfloat16, device=home), torch.empty(R, device=home)
+    decoded = torch.empty(R, K, dtype=torch.bfloat16, device=home)
+    outer = torch.empty(R, dtype=torch.float32, device=home)
     y = codes = scales = None
     if keep:
         y = torch.empty_like(decoded)

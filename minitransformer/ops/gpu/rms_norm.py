@@ -205,7 +205,7 @@ def backward(dy, dr, x, residual, weight_D, eps, need_dw=True) -> tuple[Tensor, 
                     dy, dr, x, old, w, dx, inverse, eps, T, D, block, with_residual, num_warps=4, **device.ROWS
                 )
             if need_dw:
-                lanes = torch.empty(LANES.value, D, device=home)
+                lanes = torch.empty(LANES.value, D, dtype=torch.float32, device=home)
                 arguments = dy, x, old, inverse, lanes, T
                 how = lanes_defines(D, with_residual, all(t.data_ptr() % 16 == 0 for t in (dy, x, old)))
                 kernel = cuda.kernel(home, LANES_SOURCE, "norm_lanes", how)

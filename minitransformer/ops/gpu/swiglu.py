@@ -83,7 +83,7 @@ def forward(gate_up_R2F: Tensor) -> Tensor:
 def forward_amax(gate_up_R2F: Tensor) -> tuple[Tensor, Tensor]:
     home, R, F = gate_up_R2F.device, gate_up_R2F.shape[0], gate_up_R2F.shape[1] // 2
     (x,) = device.take("swiglu_amax", home, torch.float32, gate_up_R2F)
-    out, amax = torch.empty(R, F, dtype=torch.bfloat16, device=home), torch.empty(R, device=home)
+    out, amax = torch.empty(R, F, dtype=torch.bfloat16, device=home), torch.empty(R, dtype=torch.float32, device=home)
     if F == 0:
         amax.zero_()
     if out.numel():

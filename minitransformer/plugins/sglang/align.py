@@ -220,7 +220,7 @@ def _score_on_stock(
         comparing.note_log_probs(c.request_id, range(1, len(ids)), scores_L)
     if any(t != 1 for t in temperatures):
         ours = stock.log_probs(model, sequences, kernels, temperatures)
-    emitted = torch.tensor([x for c in completions for x in c.log_probs])
+    emitted = torch.tensor([x for c in completions for x in c.log_probs], dtype=torch.float32)
     sampled = torch.cat([scores_L[len(c.prompt_ids) - 1 :] for c, scores_L in zip(completions, ours, strict=True)])
     return [replace(r, stage="prefill_log_prob") for r in comparing.results()], log_prob_gap(emitted, sampled)
 
@@ -230,4 +230,4 @@ def _rescored(completions: Sequence[Completion], again: Sequence[Output], temper
         return "SGLang scores prompts at temperature 1 only"
     emitted = [x for c in completions for x in c.log_probs]
     prefill = [x for c, o in zip(completions, again, strict=True) for x in o.prompt_log_probs[len(c.prompt_ids) - 1 :]]
-    return log_prob_gap(torch.tensor(emitted), torch.tensor(prefill))
+    return log_prob_gap(torch.tensor(emitted, dtype=torch.float32), torch.tensor(prefill, dtype=torch.float32))

@@ -78,7 +78,7 @@ class Wanted:
             self.ids_rows += [(v.tolist(), i.tolist()) for v, i in chosen(logits_LV, self.ids[here])]
 
     def result(self) -> LogprobResult:
-        result = LogprobResult(token_logprobs=torch.cat(self.scores or [torch.empty(0)]))
+        result = LogprobResult(token_logprobs=torch.cat(self.scores or [torch.empty(0, dtype=torch.float32)]))
         if self.top is not None:
             result.top_logprobs_val, result.top_logprobs_idx = self._by_request(self.top_rows)
         if self.ids is not None:
@@ -98,7 +98,7 @@ def score(logits_LV: Tensor, ids_L: Tensor) -> Tensor:
     """logprob at temperature 1. On a GPU a row that it refuses is told where the step's tokens are looked at."""
     if not logits_LV.is_cuda:
         return logprob(logits_LV, ids_L)
-    one_L, where = torch.ones(len(ids_L), device=logits_LV.device), gpu.device.slot("logprob")
+    one_L, where = torch.ones(len(ids_L), dtype=torch.float32, device=logits_LV.device), gpu.device.slot("logprob")
     return gpu.logprob.of_rows(logits_LV.contiguous(), ids_L, one_L, where=where)[0]
 
 
@@ -124,7 +124,7 @@ def chosen(logits_LV: Tensor, ids: Sequence[Any], t: Sequence[float] | None = No
     The operator gives each row's m and S once; what it adds for an id is two roundings.
     """
     t, home = t or [1.0] * len(logits_LV), logits_LV.device
-    max_sum_L2 = torch.empty(len(logits_LV), 2)
+    max_sum_L2 = torch.empty(len(logits_LV), 2, dtype=torch.float32)
     for temperature in dict.fromkeys(t):
         rows = [l for l, own in enumerate(t) if own == temperature]
         some = logits_LV if len(rows) == len(t) else logits_LV[rows]

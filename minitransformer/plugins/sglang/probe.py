@@ -41,7 +41,7 @@ def compare(learner: "Learner", client: Client, ids: list[int], new: int) -> Gap
     """The prompt and the tokens that SGLang samples after it, scored on both sides."""
     params = {"temperature": 1.0, "max_new_tokens": new, "ignore_eos": True, "sampling_seed": 0}
     (out,) = client.generate([ids], params)
-    theirs = torch.tensor(out.prompt_log_probs + out.log_probs)
+    theirs = torch.tensor(out.prompt_log_probs + out.log_probs, dtype=torch.float32)
     (ours,) = learner.score([ids + out.token_ids], [1])
     if len(ours) != len(theirs):
         raise InputError(f"{client.url}: {len(theirs)} log-probs for a probe of {len(ours)}; is the context so short?")

@@ -168,7 +168,7 @@ def _one_pass(
             begin, b = batch.cu_seqlens[s] + a, min(a + most, len(targets_L))
             logits_LV = kernels.logits(h_TD[begin : begin + b - a], model.head)
             parts.append(kernels.logprob(logits_LV, targets_L[a:b], temperatures[s]).cpu())
-        found.append(torch.cat(parts) if parts else torch.empty(0))
+        found.append(torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32))
     return found
 
 

@@ -66,7 +66,7 @@ def _gradients_by(tile: tuple, dy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor
 def _grouped_linear(home: torch.device) -> Iterator[Pair]:
     plan, R, E, N, K = cases.uneven_plan(), sum(COUNTS), len(COUNTS), 136, 192
     x, w = values(12, R, K), values(13, E, N, K, left=False)
-    weights = cases.integers(14, 1000, *plan.rows_TK.shape) / 512
+    weights = cases.integers(14, 1000, *plan.rows_TK.shape).float() / 512
     for op, scale in (("grouped_linear", None), ("grouped_linear weighted", weights)):
         chosen = both(op, home, grouped_linear.forward, x, w, plan, scale)
         yield chosen

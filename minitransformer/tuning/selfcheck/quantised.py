@@ -61,7 +61,8 @@ def _mxfp8(home: torch.device) -> Iterator[Pair]:
 def _weights(seed: int, E: int, N: int, K: int) -> nvfp4.Nvfp4:
     """Every code with every scale that the quantiser gives, an outer scale a row."""
     codes, scales = integers(seed, 256, E, N, K // 2), integers(seed + 1, 127, E, N, K // 16)
-    return nvfp4.Nvfp4(codes.to(torch.uint8), scales.to(torch.uint8), (integers(seed + 2, 1000, E, N) + 1) / 300)
+    outer = (integers(seed + 2, 1000, E, N) + 1).float() / 300
+    return nvfp4.Nvfp4(codes.to(torch.uint8), scales.to(torch.uint8), outer)
 
 
 def _product(x, scale, q, plan, out_dtype):
@@ -110,8 +111,8 @@ def _nvfp4_experts(home: torch.device) -> Iterator[Pair]:
     gate_up = nvfp4.quantize(normal(72, E, 2 * F, D), "expert")
     down = nvfp4.quantize(normal(73, E, D, F), "expert")
     for T in (1, 3, 40, 300):
-        ids = torch.rand(T, E, generator=torch.Generator().manual_seed(T)).topk(slots).indices
-        x, routed = normal(74, T, D), (integers(75, 1000, T, slots) + 1) / 2000
+        ids = torch.rand(T, E, dtype=torch.float32, generator=torch.Generator().manual_seed(T)).topk(slots).indices
+        x, routed = normal(74, T, D), (integers(75, 1000, T, slots) + 1).float() / 2000
         case = x, dispatch.plan(ids, E), routed, gate_up, down
         yield both(f"{T} tokens, operator by operator", home, _experts, *case)
         yield both(f"{T} tokens, at once", home, _experts, *case, joined=_experts_at_once)

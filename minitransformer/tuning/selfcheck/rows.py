@@ -8,7 +8,18 @@ import torch
 
 from minitransformer.learner import gradients
 from minitransformer.ops import dispatch, embedding, gpu, kv_store, logprob, rms_norm, rope, router, sample, swiglu
-from minitransformer.tuning.selfcheck.cases import BF16, Pair, both, check, integers, normal, numbers, values, wide_fp32
+from minitransformer.tuning.selfcheck.cases import (
+    BF16,
+    FP32,
+    Pair,
+    both,
+    check,
+    integers,
+    normal,
+    numbers,
+    values,
+    wide_fp32,
+)
 
 
 @check("rms_norm")
@@ -85,7 +96,7 @@ def _dispatch(home: torch.device) -> Iterator[Pair]:
         yield both(f"plan of {T} tokens", home, run, integers(42, E, T, K))
     for T, E, K, D in ((70, 16, 8, 576), (3, 128, 8, 2048)):
         plan, x, y = dispatch.plan(integers(43, E, T, K), E), values(44, T, D), values(45, T * K, D)
-        weights = integers(46, 1000, T, K) / 512
+        weights = integers(46, 1000, T, K).float() / 512
         yield both(f"gather of {T}", home, dispatch.gather_forward, x, plan)
         yield both(f"gather_amax of {T}", home, dispatch.gather_amax_forward, x, plan)
         yield both(f"combine of {T}", home, dispatch.combine_forward, y, plan)
@@ -109,10 +120,10 @@ def _logprob(home: torch.device) -> Iterator[Pair]:
         x[2, (ids[2] + 1 + torch.arange(V // 3)) % V] = -torch.inf
         run = partial(logprob.forward, temperature=temperature)
         yield both(f"vocabulary of {V}", home, run, x, ids)
-        dout, kept = torch.tensor([1.0, -0.3, 2e-20, 7.0, 0.0]), run(x, ids)[1]
+        dout, kept = torch.tensor([1.0, -0.3, 2e-20, 7.0, 0.0], dtype=FP32), run(x, ids)[1]
         yield both(f"vocabulary of {V}, gradients", home, logprob.backward, dout, x, ids, temperature, kept)
         back = partial(logprob.backward, first=1024, dtype=BF16)
-        of_rows = torch.linspace(0.5, 2.0, len(ids))
+        of_rows = torch.linspace(0.5, 2.0, len(ids), dtype=FP32)
         some = dout, x[:, 1024:3024].contiguous(), ids, of_rows, kept
         yield both(f"vocabulary of {V}, gradients of some columns", home, back, *some)
 
