@@ -168,7 +168,7 @@ def _lock(path: Path) -> int | None:
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except PermissionError:
-        file = os.open(path, os.O_RDONLY)  # what another user's process left when it was killed; a lock asks for no more
+        file = os.open(path, os.O_RDONLY)  # what a killed process of another user left; a lock asks for no more
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(file), os.stat(path)):
