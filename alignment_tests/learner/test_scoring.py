@@ -118,3 +118,26 @@ def test_a_temperature_that_fp32_rounds_to_zero_is_refused():
     learner, (one, *_), temperatures = case()
     with pytest.raises(InputError, match="temperature 1e-60 must be positive"):
         learner._log_probs(one, [1e-60] * len(temperatures))
+
+
+def head_operands(L: int):
+    h, w = (torch.randn(n, 32, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (L, 100))
+    return h.requires_grad_(), w.requires_grad_(), torch.arange(L), torch.full((L,), 0.7)
+
+
+def test_the_head_of_no_row():
+    h, w, ids, temperatures = head_operands(0)
+    out = scoring.head(h, w, ids, temperatures)
+    out.sum().backward()
+    assert out.shape == (0,) and h.grad.shape == (0, 32) and not w.grad.any()
+
+
+def test_operands_of_other_lengths_are_refused(monkeypatch):
+    monkeypatch.setattr(scoring, "CHUNK_BYTES", 4 * 100 * 3)
+    h, w, ids, temperatures = head_operands(9)
+    for some in ((ids[:8], temperatures), (ids, temperatures[:8])):
+        with pytest.raises(ValueError, match="head: 9 rows"):
+            scoring.head(h, w, *some)
+    ids[5] = 100
+    with pytest.raises(InputError, match="id 100 of token 5 is outside the vocabulary of 100"):
+        scoring.head(h, w, ids, temperatures)

@@ -18,6 +18,7 @@ from torch import Tensor
 from minitransformer.learner.packing import Pack
 from minitransformer.ops import gpu, linear, logprob
 from minitransformer.ops.autograd import apply
+from minitransformer.ops.embedding import check_ids
 from minitransformer.ops.mma import STEP
 
 # Of one part's logits in FP32. The size of a part cannot move a bit.
@@ -57,6 +58,11 @@ def head(
 
     naming(row): a context for errors of the rows from that one on. Raises what the two operators raise.
     """
+    L = len(h_LD)
+    if ids_L.shape != (L,) or temperatures_L.shape != (L,):
+        raise ValueError(f"head: {L} rows, ids {tuple(ids_L.shape)}, temperatures {tuple(temperatures_L.shape)}")
+    if not ids_L.is_cuda:
+        check_ids("logprob", ids_L, len(weight_VD))  # all at once: a part would count from its own first row
     return apply(_Head, h_LD, weight_VD, ids_L, temperatures_L, naming)
 
 
@@ -64,7 +70,7 @@ class _Head(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h_LD: Tensor, weight_VD: Tensor, ids_L: Tensor, temperatures_L: Tensor, naming: Callable):
         rows, found = max(1, CHUNK_BYTES // (4 * weight_VD.shape[0])), []
-        for begin in range(0, h_LD.shape[0], rows):
+        for begin in range(0, max(1, h_LD.shape[0]), rows):  # no row is one part, too
             logits = None  # freed before the next ones are made
             part = slice(begin, begin + rows)
             with naming(begin):
