@@ -10,9 +10,11 @@ import torch
 
 from alignment_tests.plugin import laws
 from alignment_tests.plugin.h200_engines import VARIANTS, add_row, connect, learners
+from minitransformer.errors import InputError
 from minitransformer.learner.learner import Learner
 from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from minitransformer.ops.nvfp4 import Nvfp4
+from minitransformer.plugins.sglang.checksums import unlike
 from minitransformer.plugins.sglang.client import Client
 from minitransformer.plugins.sglang.identity import gpu
 from minitransformer.plugins.sglang.sync import SyncReport, sync
@@ -156,7 +158,7 @@ def table(args: argparse.Namespace, name: str, load: Callable[[str], Qwen3MoeFor
         bring_weights(args, name, c, _learner_of(size, kind, load))
     if variants:
         plain = "-".join(word for word in name.split("-") if word not in variants)
-        rows = of_a_variant(c, variants, connect(args, plain)[0], args.long)
+        rows = of_a_variant(c, variants, of_the_same_weights(c, args, plain), args.long)
     else:
         model = _learner_of(size, kind, load)
         assert c.identity()["fingerprint"] == model.spec.fingerprint()
@@ -181,6 +183,14 @@ def table(args: argparse.Namespace, name: str, load: Callable[[str], Qwen3MoeFor
     print(f"{name}: decode steps from graphs {graphs}; {live}", flush=True)
     add_row(args, engine=name, decode_steps_from_graphs=graphs, live=live[live.index("miniTransformer") :])
     return wrong
+
+
+def of_the_same_weights(c: Client, args: argparse.Namespace, plain: str) -> Client:
+    """The engine that c must equal; it may not have got its weights yet."""
+    other = connect(args, plain)[0]
+    if wrong := unlike(c.checksums(), other.checksums()):
+        raise InputError(f"{plain} holds other weights in {len(wrong)} tensors; run its own laws first")
+    return other
 
 
 def bring_weights(args: argparse.Namespace, name: str, c: Client, model: Qwen3MoeForCausalLM) -> None:

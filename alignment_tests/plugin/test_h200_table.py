@@ -1,10 +1,16 @@
 """What docs/sglang.md says of the laws on an H200 is what was written there, and nothing in it differs."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
-from alignment_tests.plugin import h200_table
+import pytest
+
+from alignment_tests.plugin import h200_laws, h200_table
+from benchmarks import sglang_speed
+from minitransformer.errors import InputError
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/sglang.md").read_text("utf-8")
+GRAPHS = h200_table.RESULTS / "h200_sglang_prefill_graphs.jsonl"
 FILES = h200_table.LAWS, h200_table.CPU_LAWS, h200_table.STOCK, h200_table.GSM8K
 
 
@@ -18,9 +24,17 @@ def test_the_page_says_what_the_results_say():
         assert [line for line in lines if line not in PAGE] == []
 
 
+def test_the_page_says_how_fast_the_runs_were():
+    """Also the runs without stock, which have no ratio to it."""
+    for name in ("h200_sglang.json", "h200_sglang_without_stock.json"):
+        lines = sglang_speed.table(h200_table.RESULTS / name)
+        assert [line for line in lines if line not in PAGE and "---" not in line] == []
+        assert any("/ stock" in line for line in lines) == (name == "h200_sglang.json")
+
+
 def test_nothing_differs():
     laws, cpu, stock, gsm8k = map(h200_table.read, FILES)
-    rows = laws + cpu + gsm8k + [row for row in stock if "law" in row]
+    rows = laws + cpu + gsm8k + h200_table.read(GRAPHS) + [row for row in stock if "law" in row]
     kinds = ("differing", "learner_differing", "unlike_stages")
     assert [row for row in rows if any(row.get(kind) for kind in kinds)] == []
     ours = [row for row in laws if row.get("in_process") and "route" in row]
@@ -30,6 +44,20 @@ def test_nothing_differs():
     assert [row for row in rows if not row.get("verdict", "EQUAL").startswith("EQUAL")] == []
     assert all(row["of"] > 0 for row in rows if "law" in row)
     assert {row["device"] for row in laws} == {"NVIDIA H200"}
+
+
+def test_prefill_graphs():
+    numbers = sum(row["of"] for row in h200_table.read(GRAPHS) if "law" in row)
+    assert f"0 of {numbers:,} numbers differ" in PAGE
+
+
+def test_engines_of_other_weights_are_not_compared(monkeypatch):
+    """What an engine says before its weights are there would count as differing."""
+    here, there = (SimpleNamespace(checksums=lambda found=found: found) for found in ({"a": "1"}, {"a": "2"}))
+    monkeypatch.setattr(h200_laws, "connect", lambda args, name: (there, ""))
+    with pytest.raises(InputError, match="tiny-bf16 holds other weights in 1 tensors; run its own laws first"):
+        h200_laws.of_the_same_weights(here, None, "tiny-bf16")
+    assert h200_laws.of_the_same_weights(there, None, "tiny-bf16") is there
 
 
 def test_a_difference_is_shown():
