@@ -3,6 +3,7 @@
 No SGLang is needed: of it the module under test imports a base class alone.
 """
 
+import importlib
 import sys
 from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
@@ -21,6 +22,7 @@ BASE = ModuleType(NAME)
 BASE.AttentionBackend = object
 PARENTS = {NAME.rsplit(".", n)[0]: ModuleType(NAME.rsplit(".", n)[0]) for n in range(1, 5)}
 with patch.dict(sys.modules, PARENTS | {NAME: BASE}):
+    from minitransformer.plugins.sglang import arguments
     from minitransformer.plugins.sglang import batch as ours
     from minitransformer.plugins.sglang.batch import AttentionBackend, Pool
 
@@ -146,20 +148,33 @@ def test_prefills_alone_are_asked_of_the_graphs(model, backend):
 
 
 @pytest.mark.parametrize(
-    ("decode", "prefill", "sizes", "made"),
-    [("full", None, None, [128, 256, 512]), ("full", None, [200, 700], [200, 700]), ("full", "disabled", None, None),
-     ("disabled", None, None, None)],
+    ("given", "made"),
+    [
+        ({}, [128, 256, 512]), ({"cuda_graph_bs_prefill": [200, 700]}, [200, 700]),
+        ({"cuda_graph_max_bs_prefill": 300}, [128, 256]), ({"cuda_graph_backend_prefill": "disabled"}, None),
+        ({"disable_prefill_cuda_graph": True}, None), ({"decode": "disabled"}, None),
+    ],
 )  # fmt: skip
-def test_prefills_have_graphs_where_decode_steps_have(model, backend, monkeypatch, decode, prefill, sizes, made):
-    found = []
+def test_prefills_have_graphs_where_the_arguments_say_so(model, backend, monkeypatch, given, made):
+    """SGLang's own of prefills are off in each case."""
+    found, seen = [], []
     monkeypatch.setitem(sys.modules, "minitransformer.plugins.sglang.routed", SimpleNamespace(noting=lambda: "note"))
     monkeypatch.setattr(ours, "PrefillGraphs", lambda *args: found.append(args) or "graphs")
+    monkeypatch.setattr(arguments, "check", lambda args: None)
+    monkeypatch.setenv(arguments.CUMEM, "0")
     args = SimpleNamespace(
-        cuda_graph_bs_prefill=sizes, cuda_graph_backend_prefill=prefill,
-        chunked_prefill_size=300, cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend=decode)),
+        device="cuda", disable_cuda_graph=False, enable_deterministic_inference=False, chunked_prefill_size=300,
+        disable_prefill_cuda_graph=False, cuda_graph_backend_prefill=None, cuda_graph_bs_prefill=None,
+        cuda_graph_max_bs_prefill=None, decode="full",
     )  # fmt: skip
+    vars(args).update(given)
+
+    def resolve(args):  # as SGLang's own __post_init__
+        assert args.disable_prefill_cuda_graph
+        args.cuda_graph_config = SimpleNamespace(decode=SimpleNamespace(backend=args.decode))
+
+    arguments.post_init(resolve, args)
     runner = SimpleNamespace(server_args=args, attn_backend=backend, model=SimpleNamespace(model=model))
-    seen = []
     ours.with_prefills(lambda *given: seen.append(given), runner, True)
     assert seen == [(runner, True)] and backend.prefills == (None if made is None else "graphs")
     if made is not None:
@@ -167,6 +182,24 @@ def test_prefills_have_graphs_where_decode_steps_have(model, backend, monkeypatc
         assert model_ is model and pool.k is backend.token_to_kv_pool.k_buffer and rest == [ROWS, made, "note"]
 
 
+def test_experts_of_padding_are_not_told():
+    """A buffer of SGLang's has the rows of a chunk; a graph may have more."""
+    buffer, name = torch.zeros(3, 2, 2, dtype=torch.int32), "sglang.srt.state_capturer.routed_experts"
+    capturer = SimpleNamespace(device_cache=SimpleNamespace(buffer=buffer))
+    capturer.capture = lambda layer, ids: buffer[: len(ids), layer].copy_(ids)
+    stub = ModuleType(name)
+    stub.get_global_experts_capturer = lambda: capturer
+    parents = {name.rsplit(".", n)[0]: ModuleType(name.rsplit(".", n)[0]) for n in range(1, 4)}
+    ids = torch.arange(10).view(5, 2)
+    with patch.dict(sys.modules, parents | {name: stub}):
+        sys.modules.pop("minitransformer.plugins.sglang.routed", None)
+        note = importlib.import_module("minitransformer.plugins.sglang.routed").noting()
+        sys.modules.pop("minitransformer.plugins.sglang.routed")
+    note("layers.1.expert_ids", ids), note("layers.1.qkv", ids)
+    assert buffer[:, 1].tolist() == ids[:3].tolist() and not buffer[:, 0].any()
+
+
 def test_sizes_end_where_a_chunk_fits():
     assert needed(SIZES, 64) == [128] and needed(SIZES, 128) == [128] and needed(SIZES, 129) == [128, 256]
     assert needed(SIZES, 8192) == needed(SIZES, -1) == list(SIZES)
+    assert needed(SIZES, 8192, 600) == [128, 256, 512] and needed(SIZES, 200, 2048) == [128, 256]

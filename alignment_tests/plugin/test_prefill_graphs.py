@@ -3,6 +3,7 @@
 Without a GPU nothing is captured: the model runs on the sequences that the graph's kernels would find in its tensors.
 """
 
+from contextlib import contextmanager
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -17,17 +18,18 @@ from alignment_tests.plugin import engines, laws
 from minitransformer.batch import Batch
 from minitransformer.ops.attention import KEY_TILE
 from minitransformer.plugins.sglang import prefill_graphs
-from minitransformer.plugins.sglang.prefill_graphs import KEYS, REQUESTS, PrefillGraphs
+from minitransformer.plugins.sglang.prefill_graphs import KEYS, REQUESTS, RESERVE, SPARE_ROW, PrefillGraphs
 from minitransformer.sampler.cache import KVCache
 
 PAGE, PAGES = 16, 80
+OURS = PAGE * 61  # from this row on padding's are written here, and no batch's
 SIZES = (128, 256)
 
 
 class Eager(PrefillGraphs):
     """Replays run the model on the host's reading of the graph's tensors."""
 
-    def _capture(self, size, memory):
+    def _capture(self, size):
         rows = torch.empty(size, self.model.config.hidden_size, dtype=torch.bfloat16)
         replay = lambda: rows.copy_(self.model.hidden(self.read(size), self.pool, self.note))  # noqa: E731
         self.graphs[size] = SimpleNamespace(replay=replay), rows
@@ -42,8 +44,13 @@ class Eager(PrefillGraphs):
         rows_SL = batch.key_rows_SL[there, : max(ends)].clone()
         for row_L, n in zip(rows_SL, ends, strict=True):
             row_L[n:] = -1
+        tokens, padding = bounds[-2], torch.arange(size - bounds[-2])
+        assert batch.store_rows_T[tokens:].eq(SPARE_ROW).all(), "padding's rows differ"
+        assert batch.key_rows_SL[-1].eq(SPARE_ROW).all(), "padding's keys differ"
+        assert batch.positions_T[tokens:].equal(padding), "padding's positions differ"
+        assert batch.ids_T[tokens:].equal(batch.ids_T[padding % tokens]), "padding's ids differ"
         spare = batch.store_rows_T.clone()  # the CPU takes no row for two tokens
-        spare[bounds[-2] :] = PAGE * PAGES - 1 - torch.arange(size - bounds[-2])
+        spare[tokens:] = OURS + padding
         return Batch(
             batch.ids_T, batch.positions_T, (0, *[bounds[s + 1] for s in there]), tuple(ends), rows_SL, spare, None,
             tuple(range(len(there))), batch.num_store_rows,
@@ -99,9 +106,10 @@ def test_rows_of_a_padded_batch_keep_their_bits(model, graphs):
         batch = batch_of(new, starts)
         got, want = made.run(batch), model.hidden(batch, theirs)
         assert_bits_equal(got, want, name)
-        rows = batch.store_rows_T
         for i, (a, b) in enumerate(zip(ours.k + ours.v, theirs.k + theirs.v, strict=True)):
-            assert_bits_equal(a[rows], b[rows], f"{name}: cache {i}")
+            assert_bits_equal(a[:OURS], b[:OURS], f"{name}: cache {i}")
+    made.run(batch_of([70], [0]))
+    assert_bits_equal(got, want, "after another run")
 
 
 def test_what_no_graph_takes_runs_as_it_is(model, graphs, monkeypatch):
@@ -118,27 +126,70 @@ def test_sizes_that_the_kernel_or_the_context_does_not_take_are_left_out(model, 
     made = graphs(caches(model)[0])
     assert made.sizes == list(SIZES)
     assert Eager(model, made.pool, PAGE * PAGES, (KEY_TILE, 300, 300, 512)).sizes == [300]
+    assert [Eager(model, made.pool, rows, (128,)).sizes for rows in (128, 129)] == [[], [128]]
     monkeypatch.setattr(prefill_graphs, "takes", lambda config: False)
     assert Eager(model, made.pool, PAGE * PAGES).sizes == []
 
 
-def test_without_memory_the_larger_sizes_run_eagerly(model, graphs, monkeypatch, caplog):
+@pytest.fixture
+def captured(model, monkeypatch):
+    """(what PrefillGraphs itself does, in order, without a GPU; a model; the free bytes after each capture)."""
+    did, free, pools = [], [], iter("abc")
+
+    @contextmanager
+    def capturing(graph, pool):
+        did.append(f"capture in {pool}")
+        yield
+
+    monkeypatch.setattr(prefill_graphs, "takes", lambda config: True)
+    monkeypatch.setattr(prefill_graphs, "free_bytes", lambda home: free.pop(0))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: "graph")
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
+    monkeypatch.setattr(torch.cuda, "graph", capturing)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: did.append("given back"))
+    monkeypatch.setattr(prefill_graphs.gpu.device, "clear", lambda home: did.append("clear"))
+    hidden = lambda batch, pool, note: did.append(batch.cu_seqlens[-1])  # noqa: E731
+    return did, SimpleNamespace(device=model.device, config=model.config, hidden=hidden), free
+
+
+def test_faults_of_a_capture_are_forgotten_and_the_largest_is_first(captured):
+    did, model, free = captured
+    free += [RESERVE, RESERVE]
+    assert PrefillGraphs(model, None, PAGE * PAGES, SIZES).sizes == [128, 256]
+    assert did == [256, "clear", "capture in a", 256, 128, "clear", "capture in a", 128]
+
+
+def test_a_graph_that_leaves_too_little_memory_is_given_back(captured, caplog):
+    did, model, free = captured
+    free += [RESERVE - 1, RESERVE]
+    made = PrefillGraphs(model, None, PAGE * PAGES, SIZES)
+    assert made.sizes == [128] and list(made.graphs) == [128] and "prefills of 256 tokens" in caplog.text
+    assert did[:5] == [256, "clear", "capture in a", 256, "given back"]
+    assert did[5:] == [128, "clear", "capture in b", 128]
+    assert made.run(batch_of([129], [0])) is None
+
+
+def test_one_that_fails_takes_no_other_along(model, graphs, monkeypatch, caplog):
     capture = Eager._capture
 
-    def no_room(self, size, memory):
+    def no_room(self, size):
         if size > 128:
             raise torch.OutOfMemoryError("of 2.00 GiB")
-        return capture(self, size, memory)
+        capture(self, size)
 
     monkeypatch.setattr(Eager, "_capture", no_room)
     made = graphs(caches(model)[0])
-    assert made.sizes == [128] and "a prefill of 256 tokens" in caplog.text
+    assert made.sizes == [128] and "prefills of 256 tokens" in caplog.text
     assert made.run(batch_of([129], [0])) is None
 
 
 MUTATIONS = {
     "another row of the pool": lambda to, t: to.key_rows_SL[0, 0].add_(1),
-    "ids of the batch before": lambda to, t: to.ids_T[: t // 2].fill_(3),
+    "ids of the batch before": lambda to, t: to.ids_T[t // 2 : t].fill_(3),
+    "padding in another's rows": lambda to, t: to.store_rows_T[t:].fill_(40),
+    "padding's keys from another's rows": lambda to, t: to.key_rows_SL[-1].fill_(40),
+    "positions of the batch before": lambda to, t: to.positions_T[t:].add_(1),
+    "padding of the batch before": lambda to, t: to.ids_T[t:].fill_(3),
 }
 
 
@@ -150,8 +201,7 @@ def test_a_fault_in_what_is_filled_is_seen(model, graphs, monkeypatch, name):
 
     def wrong(self, one, size):
         fill(self, one, size)
-        if one is not None:
-            MUTATIONS[name](self.inputs, one.cu_seqlens[-1])
+        MUTATIONS[name](self.inputs, one.cu_seqlens[-1])
 
     monkeypatch.setattr(PrefillGraphs, "fill", wrong)
     with pytest.raises(AssertionError, match="differ"):

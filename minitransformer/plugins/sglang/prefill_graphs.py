@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from minitransformer.batch import Batch
+from minitransformer.devices import free_bytes
 from minitransformer.models.qwen3_moe.layers import Note, no_trace
 from minitransformer.ops import gpu
 from minitransformer.ops.attention import KEY_TILE
@@ -23,14 +24,18 @@ from minitransformer.ops.attention import KEY_TILE
 SIZES = (128, 256, 512, 768, 1024, 1536, 2048)  # tokens; beyond, the GPU takes longer than the host
 REQUESTS = 8
 KEYS = 8192  # of all sequences, each rounded up to whole tiles
+RESERVE = 2 << 30  # bytes that are left for what is launched one by one
 SPARE_ROW = 0  # SGLang gives it to no request: its own padding is written there
 log = logging.getLogger("minitransformer")
 
 
-def needed(sizes: Sequence[int], chunk: int) -> list[int]:
-    """Of the sizes, those up to the first that holds a chunk; chunk: tokens of a prefill at most, or none."""
+def needed(sizes: Sequence[int], chunk: int, most: int | None = None) -> list[int]:
+    """Of the sizes, those up to the first that holds a chunk, and up to `most`, if the user names a largest one.
+
+    chunk: tokens of a prefill at most, or none.
+    """
     enough = min((n for n in sizes if n >= chunk), default=None) if chunk > 0 else None
-    return [n for n in sizes if enough is None or n <= enough]
+    return [n for n in sizes if (enough is None or n <= enough) and (most is None or n <= most)]
 
 
 def takes(config: Any) -> bool:
@@ -44,7 +49,7 @@ class PrefillGraphs:
 
     pool: keys and values as the model's cache, `num_rows` rows a layer, all free yet. note: of the model's `hidden`;
     what it does is part of the graphs. All is on one GPU, and used on one stream at a time. A size for which there is
-    no memory, and those above it, are left out.
+    no memory beside RESERVE is left out.
     """
 
     def __init__(
@@ -69,13 +74,13 @@ class PrefillGraphs:
             num_store_rows=num_rows,
         )
         self.graphs: dict[int, tuple[Any, Tensor]] = {}
-        began, memory = time.monotonic(), None
-        try:
-            for size in sizes:
-                memory = self._capture(size, memory)
-                self.sizes.append(size)
-        except torch.OutOfMemoryError as error:
-            log.warning("no memory for a graph of a prefill of %s tokens: such run eagerly (%s)", size, error)
+        began, self.memory = time.monotonic(), None
+        for size in reversed(sizes):  # the largest first: smaller ones find room in what it has taken
+            if self._captured(size):
+                self.sizes.insert(0, size)
+                continue
+            self.memory = self.memory if self.sizes else None  # of no graph yet: given back
+            torch.cuda.empty_cache()
         log.info("graphs of prefills of up to %s tokens: %.1f s", self.sizes, time.monotonic() - began)
 
     def run(self, batch: Batch) -> Tensor | None:
@@ -122,9 +127,16 @@ class PrefillGraphs:
         made.__dict__.update(_bounds_on={("bounds", home): bounds, ("starts", home): starts}, _contiguous=False)
         return made
 
+    def _captured(self, size: int) -> bool:
+        try:
+            self._capture(size)
+        except torch.OutOfMemoryError as error:
+            log.warning("no memory for a graph of prefills of %s tokens: they run eagerly (%s)", size, error)
+            return False
+        return True
+
     @torch.no_grad()
-    def _capture(self, size: int, memory: Any) -> Any:
-        """-> the memory that the graphs share."""
+    def _capture(self, size: int) -> None:
         # Without padding, whose tokens race for one row: what a repeated layer gives would have other bits at each try.
         ids_T, positions_T, rows_T = self.inputs.ids_T[:size], self.counting_T[:size], self.counting_T[:size] + 1
         one = replace(
@@ -135,8 +147,10 @@ class PrefillGraphs:
         batch = self.batch(size)
         self.model.hidden(batch, self.pool, self.note)  # once eagerly: kernels are compiled and chosen
         gpu.device.clear(self.numbers.device)  # what is found from here on belongs to requests
-        graph, memory = torch.cuda.CUDAGraph(), memory or torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=memory):
+        self.memory = self.memory or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.memory):
             hidden_TD = self.model.hidden(batch, self.pool, self.note)
+        if (free := free_bytes(self.numbers.device)) < RESERVE:
+            raise torch.OutOfMemoryError(f"{free / 2**30:.1f} GiB would be left")
         self.graphs[size] = graph, hidden_TD
-        return memory
