@@ -24,7 +24,7 @@ from minitransformer.ops.attention import KEY_TILE
 SIZES = (128, 256, 512, 768, 1024, 1536, 2048)  # tokens; beyond, the GPU takes longer than the host
 REQUESTS = 8
 KEYS = 8192  # of all sequences, each rounded up to whole tiles
-RESERVE = 2 << 30  # bytes that are left for what is launched one by one
+RESERVE = 3 << 30  # bytes that stay free, for what is launched one by one
 SPARE_ROW = 0  # SGLang gives it to no request: its own padding is written there
 log = logging.getLogger("minitransformer")
 
