@@ -147,6 +147,15 @@ def test_prefills_alone_are_asked_of_the_graphs(model, backend):
     assert len(asked) == 1
 
 
+class Arguments(SimpleNamespace):
+    """SGLang's take no change once they are resolved."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if "resolved" in vars(self):
+            raise AttributeError(name)
+        super().__setattr__(name, value)
+
+
 @pytest.mark.parametrize(
     ("given", "made"),
     [
@@ -162,7 +171,7 @@ def test_prefills_have_graphs_where_the_arguments_say_so(model, backend, monkeyp
     monkeypatch.setattr(ours, "PrefillGraphs", lambda *args: found.append(args) or "graphs")
     monkeypatch.setattr(arguments, "check", lambda args: None)
     monkeypatch.setenv(arguments.CUMEM, "0")
-    args = SimpleNamespace(
+    args = Arguments(
         device="cuda", disable_cuda_graph=False, enable_deterministic_inference=False, chunked_prefill_size=300,
         disable_prefill_cuda_graph=False, cuda_graph_backend_prefill=None, cuda_graph_bs_prefill=None,
         cuda_graph_max_bs_prefill=None, decode="full",
@@ -172,6 +181,7 @@ def test_prefills_have_graphs_where_the_arguments_say_so(model, backend, monkeyp
     def resolve(args):  # as SGLang's own __post_init__
         assert args.disable_prefill_cuda_graph
         args.cuda_graph_config = SimpleNamespace(decode=SimpleNamespace(backend=args.decode))
+        args.resolved = True
 
     arguments.post_init(resolve, args)
     runner = SimpleNamespace(server_args=args, attn_backend=backend, model=SimpleNamespace(model=model))

@@ -63,12 +63,13 @@ def post_init(original: Any, args: Any) -> None:
     args.enable_deterministic_inference = False
     args.attention_backend = "torch_native" if args.device == "cpu" else ATTENTION
     args.sampling_backend = "pytorch"  # the name under which plugin.py registers our sampler
-    asked, args.disable_prefill_cuda_graph = args.disable_prefill_cuda_graph, True  # SGLang's own
+    if args.disable_prefill_cuda_graph:
+        args.cuda_graph_backend_prefill = "disabled"  # batch.with_prefills reads it, of ours
+    args.disable_prefill_cuda_graph = True  # SGLang's own
     args.disable_cuda_graph |= args.device == "cpu"
     # SGLang turns cuMem off unless somebody has spoken; one GPU uses NCCL for updates alone, whose sender has it on.
     os.environ.setdefault(CUMEM, NCCL_DECIDES)
     original(args)
-    args.disable_prefill_cuda_graph = asked  # batch.with_prefills reads it, of ours
 
 
 def check(args: Any) -> None:

@@ -117,8 +117,7 @@ def with_prefills(original: Any, runner: Any, *rest: Any, **options: Any) -> Non
 
     original(runner, *rest, **options)
     args, attention = runner.server_args, runner.attn_backend
-    off = args.disable_prefill_cuda_graph or args.cuda_graph_backend_prefill == "disabled"
-    off |= args.cuda_graph_config.decode.backend == "disabled"
+    off = "disabled" in (args.cuda_graph_backend_prefill, args.cuda_graph_config.decode.backend)
     if isinstance(attention, AttentionBackend) and not off:
         model, pool, most = runner.model.model, Pool(attention.token_to_kv_pool), args.cuda_graph_max_bs_prefill
         sizes = needed(args.cuda_graph_bs_prefill or SIZES, args.chunked_prefill_size, most)

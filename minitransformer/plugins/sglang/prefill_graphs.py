@@ -1,9 +1,10 @@
 """CUDA graphs of short prefills: one replay in place of a thousand launches, with the bits of the eager pass.
 
-A prefill of a thousand tokens waits for the host, which launches some eighteen kernels a layer. A graph is of a number
-of tokens and of REQUESTS sequences; bounds, positions and rows of the pool are data, so it serves prompts, chunks and
-what follows a cached prefix alike. Sequences that a batch does not have are empty, and the tokens that it does not have
-are one more sequence, whose keys and values go to a row that nobody reads. Rows never see each other.
+A short prefill waits for the host, on a busy machine for most of its time: there are eighteen launches a layer. A graph
+is of a number of tokens and of REQUESTS sequences; bounds, positions and rows of the pool are data, so it serves
+prompts, chunks and what follows a cached prefix alike. Sequences that a batch does not have are empty, and the tokens
+that it does not have are one more sequence, whose keys and values go to a row that nobody reads. Rows never see each
+other.
 """
 
 import logging
