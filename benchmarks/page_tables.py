@@ -229,5 +229,5 @@ TABLES: dict[str, Callable[[Cells], Cells]] = {
     "pipeline": pipeline, "experts": same("experts", 1, NVFP4), "quantise": quantise, "prefill": same("prefill"),
     "decode": same("decode", 1), "rows": same("rows"), "whole": whole, "steps": steps, "host": host, "layer": layer,
     "layer parts": lambda old: body(tables.SHOWN["layer"](read("h200_gpu_ops.jsonl"))), "gradients": same("gradients"),
-    "learner": learner, "head": head, "dense floors": same("dense"), "origins": origins,
+    "learner": learner, "head": head, "align": align, "dense floors": same("dense"), "origins": origins,
 }  # fmt: skip
