@@ -10,7 +10,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 WITH_ARGUMENTS = {"perplexity", "sglang_speed", "sglang_sync"}
-OF_THE_PAGES = {"page", "plot", "tables"}
+OF_THE_PAGES = {"page", "page_tables", "plot", "tables"}
 ON_A_CPU = {"chain", "compare_quantisers"}
 
 
