@@ -183,6 +183,11 @@ def test_a_decode_step_takes_the_schedule_that_was_the_fastest(head, segments, p
     assert any(type(found) is type(one) and found == one for one in attention.CANDIDATES)
 
 
+@pytest.mark.parametrize("head", [80, 256, 520])
+def test_heads_of_other_sizes_have_a_schedule(head):
+    assert isinstance(attention.choose(1, 8, head, False, 4, 1000), attention.Schedule)
+
+
 def test_a_smaller_gpu_is_full_with_fewer_programs():
     few, many = (1, 8, 128, False, 1, 100), (528, 8, 128, True, 1, 4)
     assert attention.choose(*few) == attention.Decode(4) and attention.choose(*few, 66) == attention.Decode(2)

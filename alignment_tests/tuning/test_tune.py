@@ -93,6 +93,16 @@ def test_where_the_choice_changes_between_two_rows_there_is_another(acted, monke
     assert all(turn - 8 < one.M <= turn for one in more)
 
 
+def test_below_the_first_row_that_is_tuned_none_is_added(acted, monkeypatch):
+    """A table that the new rows join has rows of its own there."""
+    clock = lambda self, seed: lambda named: [1.5 + (self.M > 40) if c.library else 2.0 for c in named]  # noqa: E731
+    monkeypatch.setattr(subject.Subject, "clock", clock)
+    numbers = tune.numbers_of(PRODUCT, (100,))
+    made = tune.tune(CPU, [PRODUCT], rows=(100,), say=lambda line: None)
+    assert [row.M for row in made.rows] == numbers
+    assert [row.M for row in tune.tune(CPU, [PRODUCT], rows=(8, 100), say=lambda line: None).rows][1] in range(32, 41)
+
+
 def test_which_numbers_of_rows_are_tuned():
     assert tune.numbers_of(PRODUCT, (1, 8, 64, 1024)) == [1, 8, 63, 64, 1024]
     assert tune.numbers_of(PRODUCT._replace(N=1 << 22), (1, 64, 1024)) == [1, 63, 64]

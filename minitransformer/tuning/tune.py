@@ -136,7 +136,8 @@ def tune(
             cases = subject.cases(seed, proof.KINDS if first else ("normal", "mixed"), on_cpu=first)
             verdicts = judge(subject.candidates(before + 1 if before else M), cases, subject.clock(seed))
             row = row_of(product, M, verdicts)
-            more = between(row, before, home, seed) if product.groups == 1 else []
+            # Below the first row nothing was tried here; a table that this one joins may have rows there.
+            more = between(row, before, home, seed) if before and product.groups == 1 else []
             table.rows += [*more, row]
             note(origin() | evidence(product, M, verdicts))
             for one in (*more, row):

@@ -84,7 +84,7 @@ def _alone(H: int, programs: int, processors: int) -> Alone:
     """The deepest ring, unless another leaves a tenth fewer places empty while the last programs run."""
 
     def places(slots: int) -> int:
-        at_once = processors * attention_warp.resident(H, slots)
+        at_once = processors * max(1, attention_warp.resident(H, slots))  # none of heads that it doesn't take
         return programs if programs <= at_once else cdiv(programs, at_once) * at_once
 
     best = min(RINGS, key=places)
