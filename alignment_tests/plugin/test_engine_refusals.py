@@ -1,8 +1,11 @@
 """Real servers that must not come up, and requests that must not end a running one."""
 
+import ast
 import json
 import os
 import shutil
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from alignment_tests.plugin import engines, laws
 from alignment_tests.plugin.test_engine import P, zero
 from minitransformer.errors import InputError
-from minitransformer.plugins.sglang import ANY_VERSION_VARIABLE
+from minitransformer.plugins.sglang import ANY_VERSION_VARIABLE, arguments
 
 pytestmark = pytest.mark.sglang
 
@@ -26,6 +29,21 @@ def refused(checkpoint, arguments=(), environment=None) -> str:
 def test_an_argument_ends_the_server(checkpoint):
     """Another one: test_align_starts_a_server."""
     assert "one GPU a server" in refused(checkpoint, ["--tp-size", "2"])
+
+
+def test_keys_that_are_brought_during_a_pass_are_refused(checkpoint):
+    assert "SGLang's pool on the GPU alone" in refused(checkpoint, ["--enable-hierarchical-cache"])
+
+
+def test_what_is_refused_is_sglangs_argument_and_its_default_is_not():
+    """A name that SGLang does not have would refuse nothing. Read, not imported: that needs a GPU's packages."""
+    source = Path(find_spec("sglang").origin).parent / "srt/server_args.py"
+    (args,) = (x for x in ast.parse(source.read_text()).body if getattr(x, "name", None) == "ServerArgs")
+    defaults = {x.target.id: x.value for x in args.body if isinstance(x, ast.AnnAssign)}
+    for name, (allowed, _) in arguments._ONLY.items():
+        assert ast.literal_eval(defaults[name]) in allowed, name
+    known = (source.parent / "environ.py").read_text()
+    assert [name for name in arguments._UNSET if f"    {name} = " not in known] == []
 
 
 def test_another_model_ends_the_server(checkpoint, tmp_path):

@@ -47,6 +47,31 @@ def test_plain_arguments_are_taken(model):
         ("load_format", "gguf", "safetensors"),
         ("disaggregation_mode", "prefill", "one server"),
         ("is_embedding", True, "no embeddings"),
+        ("enable_hierarchical_cache", True, "SGLang's pool on the GPU alone"),
+        ("hicache_storage_backend", "file", "SGLang's pool on the GPU alone"),
+        ("enable_lmcache", True, "SGLang's pool on the GPU alone"),
+        ("enable_flexkv", True, "SGLang's pool on the GPU alone"),
+        ("radix_cache_backend", "flexkv", "SGLang's pool on the GPU alone"),
+        ("enable_hisparse", True, "SGLang's pool on the GPU alone"),
+        ("prefill_only_disable_kv_cache", True, "SGLang's pool on the GPU alone"),
+        ("kv_canary", "log", "SGLang's pool on the GPU alone"),
+        ("enable_pdmux", True, "one batch at a time"),
+        ("enable_single_batch_overlap", True, "one batch at a time"),
+        ("enable_mis", True, "a prompt of its own"),
+        ("dllm_algorithm", "LowConfidence", "from left to right"),
+        ("dcp_size", 2, "one GPU a server"),
+        ("attn_cp_size", 2, "one GPU a server"),
+        ("moe_dp_size", 2, "one GPU a server"),
+        ("dwdp_size", 2, "one GPU a server"),
+        ("nnodes", 2, "one GPU a server"),
+        ("enable_dp_attention", True, "one GPU a server"),
+        ("enable_eplb", True, "one GPU a server"),
+        ("enable_memory_saver", True, "stay where they are"),
+        ("enable_weights_cpu_backup", True, "stay where they are"),
+        ("cpu_offload_gb", 4, "stay where they are"),
+        ("offload_group_size", 2, "stay where they are"),
+        ("kt_weight_path", "/amx", "stay where they are"),
+        ("weight_cache_mode", "client", "stay where they are"),
     ],
 )
 def test_an_argument_is_refused(model, name, value, supported):
@@ -55,9 +80,20 @@ def test_an_argument_is_refused(model, name, value, supported):
     assert f"--{name.replace('_', '-')} {value} is not supported" in str(refused.value)
 
 
-def test_log_probs_before_the_temperature_are_refused(model, monkeypatch):
-    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
-    with pytest.raises(InputError, match="scored at the temperature"):
+@pytest.mark.parametrize(
+    "name, supported",
+    [
+        ("SGLANG_RETURN_ORIGINAL_LOGPROB", "scored at the temperature"),
+        ("SGLANG_USE_HND_KVCACHE", "all heads of a position"),
+        ("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "stay where they are"),
+    ],
+)
+def test_a_variable_is_refused(model, monkeypatch, name, supported):
+    for value in ("", "0", "false"):
+        monkeypatch.setenv(name, value)
+        arguments_module.check(SimpleNamespace(model_path=model))
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(InputError, match=f"{name} is not supported by miniTransformer: .*{supported}.*; unset it"):
         arguments_module.check(SimpleNamespace(model_path=model))
 
 

@@ -13,6 +13,8 @@ from minitransformer.errors import InputError
 from minitransformer.plugins.sglang.identity import CUMEM, NCCL_DECIDES
 from minitransformer.plugins.sglang.plugin import ATTENTION, fail, log
 
+_IN_POOL = "keys and values live in SGLang's pool on the GPU alone, where attention reads them"
+_STAYS = "weights, keys and values stay where they are; graphs read them there"
 # Argument -> (the values that are supported, what is supported in words).
 _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "kv_cache_dtype": (("auto", "bf16", "bfloat16"), "keys and values are BF16, which is what attention reads"),
@@ -24,6 +26,13 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "pp_size": ((1,), "one GPU a server; start one server a GPU behind a router"),
     "dp_size": ((1,), "one GPU a server; start one server a GPU behind a router"),
     "ep_size": ((1,), "one GPU a server; start one server a GPU behind a router"),
+    "dcp_size": ((1,), "one GPU a server; start one server a GPU behind a router"),
+    "attn_cp_size": ((1,), "one GPU a server; start one server a GPU behind a router"),
+    "moe_dp_size": ((1,), "one GPU a server; start one server a GPU behind a router"),
+    "dwdp_size": ((1,), "one GPU a server; start one server a GPU behind a router"),
+    "nnodes": ((1,), "one GPU a server; start one server a GPU behind a router"),
+    "enable_dp_attention": ((False,), "one GPU a server; start one server a GPU behind a router"),
+    "enable_eplb": ((False,), "one GPU a server; start one server a GPU behind a router"),
     "quantization": ((None,), "the checkpoint or minitransformer_recipe says how experts are quantised"),
     "torchao_config": (("", None), "the checkpoint or minitransformer_recipe says how experts are quantised"),
     "modelopt_quant": ((None,), "the checkpoint or minitransformer_recipe says how experts are quantised"),
@@ -36,6 +45,25 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "is_embedding": ((False,), "the model generates; it gives no embeddings"),
     "enable_torch_compile": ((False,), "the operators are compiled already"),
     "enable_two_batch_overlap": ((False,), "one batch at a time"),
+    "enable_single_batch_overlap": ((False,), "one batch at a time"),
+    "enable_pdmux": ((False,), "one batch at a time, on one stream"),
+    "enable_mis": ((False,), "a batch's sequences are apart; send each item as a prompt of its own"),
+    "dllm_algorithm": ((None,), "the model generates from left to right"),
+    # SGLang brings a prefix's rows layer by layer while the pass runs; attention reads them without waiting.
+    "enable_hierarchical_cache": ((False,), _IN_POOL),
+    "hicache_storage_backend": ((None,), _IN_POOL),
+    "enable_lmcache": ((False,), _IN_POOL),
+    "enable_flexkv": ((False,), _IN_POOL),
+    "radix_cache_backend": ((None,), _IN_POOL),
+    "enable_hisparse": ((False,), _IN_POOL),
+    "prefill_only_disable_kv_cache": ((False,), _IN_POOL),
+    "kv_canary": (("none",), _IN_POOL),
+    "enable_memory_saver": ((False,), _STAYS),
+    "enable_weights_cpu_backup": ((False,), _STAYS),
+    "cpu_offload_gb": ((0,), _STAYS),
+    "offload_group_size": ((-1,), _STAYS),
+    "kt_weight_path": ((None,), _STAYS),
+    "weight_cache_mode": (("off",), _STAYS),
     "enable_page_major_kv_layout": ((False,), "keys and values lie layer by layer"),
     "enable_unified_memory": ((False,), "keys and values lie layer by layer"),
     "disaggregation_mode": (("null", None), "prefill and decode run in one server"),
@@ -44,6 +72,12 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "cuda_graph_config": ((None,), "a decode step is one graph or none: --cuda-graph-backend-decode full"),
     "model_impl": (("auto", "sglang"), "the model is miniTransformer's own"),
 }  # fmt: skip
+# Variables of SGLang's that may not be set.
+_UNSET = {
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "a sampled token is scored at the temperature that it was drawn at",
+    "SGLANG_USE_HND_KVCACHE": "a row of the pool has all heads of a position",
+    "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": _STAYS,
+}
 RECIPE = "minitransformer_recipe"
 INTEGERS = ("sampling_seed", "top_k", "max_new_tokens", "min_new_tokens")
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
@@ -78,11 +112,9 @@ def check(args: Any) -> None:
         value = getattr(args, name, allowed[0])
         if value not in allowed:
             raise InputError(f"--{name.replace('_', '-')} {value} is not supported by miniTransformer: {supported}")
-    if os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "0").lower() not in ("", "0", "false"):
-        raise InputError(
-            "SGLANG_RETURN_ORIGINAL_LOGPROB is not supported by miniTransformer: a sampled token is scored at the "
-            "temperature that it was drawn at; unset it"
-        )
+    for name, supported in _UNSET.items():
+        if os.environ.get(name, "0").lower() not in ("", "0", "false"):
+            raise InputError(f"{name} is not supported by miniTransformer: {supported}; unset it")
     check_model(args.model_path)
 
 
