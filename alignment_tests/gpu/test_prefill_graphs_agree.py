@@ -16,11 +16,12 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing to compare with the CPU"),
 ]
-DEVICE, PAGE, PAGES, SIZES = "cuda", 16, 400, (128, 256, 1024)
+DEVICE, PAGE, PAGES, SIZES = "cuda", 16, 640, (128, 256, 1024)
 # New tokens of each sequence, and how many lie before them.
 BATCHES = [
     ([90], [0]), ([1], [0]), ([33], [1500]), ([128], [0]), ([129], [3]), ([40, 1, 64], [0, 77, 1016]),
     ([9] * 8, [5] * 8), ([1000], [100]), ([1024], [0]), ([3, 1000], [1021, 0]), ([64], [64]),
+    ([16] * 8, [1000] * 8), ([15] * 8, [1001] * 7 + [945]),  # as many keys as a graph takes: KEYS
 ]  # fmt: skip
 
 
@@ -50,6 +51,7 @@ def test_a_replay_has_the_bits_of_the_eager_pass(recipe, heads):
         tables = [t.tolist() for t in order[: sum(counts)].split(counts)]
         batch = Batch.paged(laws.prompts(new, model.config.vocab_size), starts, tables, PAGE).to(DEVICE)
         got, want = graphs.run(batch), model.hidden(batch, theirs)
+        assert got is not None, f"{new} {starts}: no graph takes it"
         assert_bits_equal(got, want, f"{new} {starts}")
         for i, (a, b) in enumerate(zip(ours.k + ours.v, theirs.k + theirs.v, strict=True)):
             assert_bits_equal(a[1:], b[1:], f"{new} {starts}: cache {i}")  # row 0 is padding's

@@ -3,7 +3,7 @@
 Without a GPU nothing is captured: the model runs on the sequences that the graph's kernels would find in its tensors.
 """
 
-from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ from alignment_tests.plugin import engines, laws
 from minitransformer.batch import Batch
 from minitransformer.ops.attention import KEY_TILE
 from minitransformer.plugins.sglang import prefill_graphs
-from minitransformer.plugins.sglang.prefill_graphs import KEYS, REQUESTS, RESERVE, SPARE_ROW, PrefillGraphs
+from minitransformer.plugins.sglang.prefill_graphs import KEYS, REQUESTS, SPARE_ROW, PrefillGraphs
 from minitransformer.sampler.cache import KVCache
 
 PAGE, PAGES = 16, 80
@@ -36,6 +36,9 @@ class Eager(PrefillGraphs):
 
     def read(self, size: int) -> Batch:
         batch, numbers = self.batch(size), self.numbers.tolist()
+        # Kernels see no more of the host's numbers than how much room keys need, and that their rows are a table's.
+        assert sum(-(-n // KEY_TILE) for n in batch.kv_lens) * KEY_TILE == KEYS, "room for keys differs"
+        assert batch.__dict__["_contiguous"] is False, "the rows' order differs"
         bounds, starts = numbers[: REQUESTS + 2], numbers[REQUESTS + 2 :]
         there = [s for s, (a, b) in enumerate(pairwise(bounds)) if a < b]
         ends = [int(batch.positions_T[bounds[s + 1] - 1]) + 1 for s in there]
@@ -98,6 +101,29 @@ def graphs(model, monkeypatch):
 
 
 @torch.no_grad()
+def test_as_many_keys_as_a_graph_takes(monkeypatch):
+    """And one tile more."""
+    monkeypatch.setattr(prefill_graphs, "takes", lambda config: True)
+    made, theirs = engines.tiny(max_positions=1100), []
+    rows = PAGE * 640
+    for _ in range(2):
+        cache = KVCache(made.config, 640, PAGE)
+        for i, tensor in enumerate(cache.k + cache.v):
+            tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(i)))
+        theirs.append(cache)
+    full = Batch.paged(
+        laws.prompts([16] * REQUESTS, engines.VOCAB), [1000] * REQUESTS,
+        (1 + torch.arange(64 * REQUESTS)).view(REQUESTS, 64).flip(0, 1).tolist(), PAGE,
+    )  # fmt: skip
+    graphs = Eager(made, theirs[0], rows, (128,))
+    assert REQUESTS * 16 == 128 and REQUESTS * 1024 == KEYS
+    assert_bits_equal(graphs.run(full), made.hidden(full, theirs[1]), "a full graph")
+    for a, b in zip(theirs[0].k + theirs[0].v, theirs[1].k + theirs[1].v, strict=True):
+        assert_bits_equal(a, b, "the cache")
+    assert graphs.run(replace(full, kv_lens=(1025, *full.kv_lens[1:]))) is None and graphs.replays == 1
+
+
+@torch.no_grad()
 def test_rows_of_a_padded_batch_keep_their_bits(model, graphs):
     """One after another, so that each finds what the one before has left."""
     ours, theirs = caches(model)
@@ -110,12 +136,14 @@ def test_rows_of_a_padded_batch_keep_their_bits(model, graphs):
             assert_bits_equal(a[:OURS], b[:OURS], f"{name}: cache {i}")
     made.run(batch_of([70], [0]))
     assert_bits_equal(got, want, "after another run")
+    assert made.replays == len(BATCHES) + 1
 
 
 def test_what_no_graph_takes_runs_as_it_is(model, graphs, monkeypatch):
     made = graphs(caches(model)[0])
     for new, starts in (([257], [0]), ([1] * (REQUESTS + 1), [0] * (REQUESTS + 1))):
         assert made.run(batch_of(new, starts)) is None
+    assert made.replays == 0
     full = batch_of([10, 10], [0, 0])
     assert made.size_for(full) == 128
     monkeypatch.setattr(prefill_graphs, "KEYS", 3 * KEY_TILE)  # two tiles of padding
@@ -129,44 +157,6 @@ def test_sizes_that_the_kernel_or_the_context_does_not_take_are_left_out(model, 
     assert [Eager(model, made.pool, rows, (128,)).sizes for rows in (128, 129)] == [[], [128]]
     monkeypatch.setattr(prefill_graphs, "takes", lambda config: False)
     assert Eager(model, made.pool, PAGE * PAGES).sizes == []
-
-
-@pytest.fixture
-def captured(model, monkeypatch):
-    """(what PrefillGraphs itself does, in order, without a GPU; a model; the free bytes after each capture)."""
-    did, free, pools = [], [], iter("abc")
-
-    @contextmanager
-    def capturing(graph, pool):
-        did.append(f"capture in {pool}")
-        yield
-
-    monkeypatch.setattr(prefill_graphs, "takes", lambda config: True)
-    monkeypatch.setattr(prefill_graphs, "free_bytes", lambda home: free.pop(0))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: "graph")
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
-    monkeypatch.setattr(torch.cuda, "graph", capturing)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: did.append("given back"))
-    monkeypatch.setattr(prefill_graphs.gpu.device, "clear", lambda home: did.append("clear"))
-    hidden = lambda batch, pool, note: did.append(batch.cu_seqlens[-1])  # noqa: E731
-    return did, SimpleNamespace(device=model.device, config=model.config, hidden=hidden), free
-
-
-def test_faults_of_a_capture_are_forgotten_and_the_largest_is_first(captured):
-    did, model, free = captured
-    free += [RESERVE, RESERVE]
-    assert PrefillGraphs(model, None, PAGE * PAGES, SIZES).sizes == [128, 256]
-    assert did == [256, "clear", "capture in a", 256, 128, "clear", "capture in a", 128]
-
-
-def test_a_graph_that_leaves_too_little_memory_is_given_back(captured, caplog):
-    did, model, free = captured
-    free += [RESERVE - 1, RESERVE]
-    made = PrefillGraphs(model, None, PAGE * PAGES, SIZES)
-    assert made.sizes == [128] and list(made.graphs) == [128] and "prefills of 256 tokens" in caplog.text
-    assert did[:5] == [256, "clear", "capture in a", 256, "given back"]
-    assert did[5:] == [128, "clear", "capture in b", 128]
-    assert made.run(batch_of([129], [0])) is None
 
 
 def test_one_that_fails_takes_no_other_along(model, graphs, monkeypatch, caplog):

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from minitransformer.batch import Batch
-from minitransformer.devices import free_bytes
 from minitransformer.models.qwen3_moe.layers import Note, no_trace
 from minitransformer.ops import gpu
 from minitransformer.ops.attention import KEY_TILE
@@ -50,7 +49,7 @@ class PrefillGraphs:
 
     pool: keys and values as the model's cache, `num_rows` rows a layer, all free yet. note: of the model's `hidden`;
     what it does is part of the graphs. All is on one GPU, and used on one stream at a time. A size for which there is
-    no memory beside RESERVE is left out.
+    no memory beside RESERVE is left out. replays: how many batches graphs have run.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class PrefillGraphs:
         most = min(most, KEYS, num_rows - 1)
         sizes = sorted({n for n in sizes if KEY_TILE < n <= most}) if takes(model.config) else []
         largest = max(sizes, default=0)
-        self.model, self.pool, self.note, self.sizes = model, pool, note, []
+        self.model, self.pool, self.note, self.sizes, self.replays = model, pool, note, [], 0
         self.numbers = torch.zeros(2 * REQUESTS + 3, dtype=torch.int32, device=home)  # bounds, then where keys begin
         self.counting_T = torch.arange(largest, device=home)
         self.inputs = Batch(
@@ -92,6 +91,7 @@ class PrefillGraphs:
         self.fill(batch, size)
         graph, hidden_TD = self.graphs[size]
         graph.replay()
+        self.replays += 1
         return hidden_TD[: batch.cu_seqlens[-1]].clone()  # the next replay writes there
 
     def size_for(self, batch: Batch) -> int | None:
@@ -131,7 +131,9 @@ class PrefillGraphs:
     def _captured(self, size: int) -> bool:
         try:
             self._capture(size)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not _of_memory(error):
+                raise
             log.warning("no memory for a graph of prefills of %s tokens: they run eagerly (%s)", size, error)
             return False
         return True
@@ -146,12 +148,25 @@ class PrefillGraphs:
         )  # fmt: skip
         self.fill(one, size)
         batch = self.batch(size)
-        self.model.hidden(batch, self.pool, self.note)  # once eagerly: kernels are compiled and chosen
-        gpu.device.clear(self.numbers.device)  # what is found from here on belongs to requests
+        try:
+            self.model.hidden(batch, self.pool, self.note)  # once eagerly: kernels are compiled and chosen
+        finally:
+            gpu.device.clear(self.numbers.device)  # what is found from here on belongs to requests
         self.memory = self.memory or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.memory):
+        # The stream of before is the current one again also where the end of a capture fails.
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, pool=self.memory):
             hidden_TD = self.model.hidden(batch, self.pool, self.note)
-        if (free := free_bytes(self.numbers.device)) < RESERVE:
+        torch.cuda.empty_cache()  # what torch keeps then is the graphs' own, which nothing else can have
+        if (free := torch.cuda.mem_get_info(self.numbers.device)[0]) < RESERVE:
             raise torch.OutOfMemoryError(f"{free / 2**30:.1f} GiB would be left")
         self.graphs[size] = graph, hidden_TD
+
+
+def _of_memory(error: BaseException | None) -> bool:
+    """Whether memory is what lacked: CUDA says it in other types too, and the end of a capture hides what ended it."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower():
+            return True
+        error = error.__cause__ or error.__context__
+    return False
