@@ -14,7 +14,7 @@ import torch
 from alignment_tests.plugin import laws
 from alignment_tests.plugin.h200 import parsed
 from alignment_tests.plugin.h200_engines import add_row, arguments, learners
-from alignment_tests.plugin.h200_laws import same_gpu
+from alignment_tests.plugin.h200_laws import prefills, same_gpu, shows_nothing
 from minitransformer.errors import InputError
 from minitransformer.learner.learner import Learner
 from minitransformer.learner.packing import Sample
@@ -90,8 +90,11 @@ def syncs(args: argparse.Namespace, name: str) -> int:
             except (AssertionError, InputError) as error:  # one route that fails must not take the others along
                 print(f"{name}: {route}, {weights} weights: {error}", flush=True)
                 wrong += 1
+    replayed = prefills(InProcess(engine, args.timeout))
+    print(f"{name}: prefills from graphs {replayed}", flush=True)
+    add_row(args, engine=name, in_process=True, prefills_from_graphs=replayed)
     engine.shutdown()
-    return wrong
+    return wrong + shows_nothing(args, name, replayed)
 
 
 if __name__ == "__main__":

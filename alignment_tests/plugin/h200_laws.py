@@ -164,7 +164,7 @@ def table(args: argparse.Namespace, name: str, load: Callable[[str], Qwen3MoeFor
         assert c.identity()["fingerprint"] == model.spec.fingerprint()
         rows = of_an_engine(c, model, args.experts)
         rows |= of_long_contexts(c, model, args.long, args.experts) if args.long else {}
-    wrong = 0
+    wrong, before = 0, prefills(c)
     for what, law in ((what, law) for what, law in rows.items() if fnmatchcase(what, args.only)):
         began = time.monotonic()
         try:
@@ -180,9 +180,26 @@ def table(args: argparse.Namespace, name: str, load: Callable[[str], Qwen3MoeFor
     steps = connect(args, name)[1]
     live = next(line for line in steps.splitlines() if "is live" in line)
     graphs = steps.count("cuda graph: True")
-    print(f"{name}: decode steps from graphs {graphs}; {live}", flush=True)
-    add_row(args, engine=name, decode_steps_from_graphs=graphs, live=live[live.index("miniTransformer") :])
-    return wrong
+    replayed = prefills(c) - before
+    print(f"{name}: decode steps from graphs {graphs}, prefills {replayed}; {live}", flush=True)
+    add_row(
+        args, engine=name, decode_steps_from_graphs=graphs, prefills_from_graphs=replayed,
+        live=live[live.index("miniTransformer") :],
+    )  # fmt: skip
+    return wrong + shows_nothing(args, name, replayed)
+
+
+def prefills(c: Client) -> int:
+    """How many prefills an engine has run as graphs so far."""
+    return c.identity()["prefills_from_graphs"] or 0
+
+
+def shows_nothing(args: argparse.Namespace, name: str, replayed: int) -> bool:
+    """Whether the laws of an engine with graphs were of prefills without: what held says nothing of the graphs."""
+    nothing = not replayed and not args.cpu and not {"graphs", "default"}.isdisjoint(name.split("-"))
+    if nothing:
+        print(f"{name}: no prefill came from a graph: the laws show nothing of them", flush=True)
+    return nothing
 
 
 def of_the_same_weights(c: Client, args: argparse.Namespace, plain: str) -> Client:

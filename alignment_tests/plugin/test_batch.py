@@ -187,6 +187,7 @@ def test_prefills_have_graphs_where_the_arguments_say_so(model, backend, monkeyp
     runner = SimpleNamespace(server_args=args, attn_backend=backend, model=SimpleNamespace(model=model))
     ours.with_prefills(lambda *given: seen.append(given), runner, True)
     assert seen == [(runner, True)] and backend.prefills == (None if made is None else "graphs")
+    assert getattr(runner.model, "prefills", None) == backend.prefills
     if made is not None:
         ((model_, pool, *rest),) = found
         assert model_ is model and pool.k is backend.token_to_kv_pool.k_buffer and rest == [ROWS, made, "note"]

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from alignment_tests.plugin import h200_laws, h200_table
+from alignment_tests.plugin.laws import Count
 from benchmarks import sglang_speed
 from minitransformer.errors import InputError
 
@@ -58,6 +59,34 @@ def test_engines_of_other_weights_are_not_compared(monkeypatch):
     with pytest.raises(InputError, match="tiny-bf16 holds other weights in 1 tensors; run its own laws first"):
         h200_laws.of_the_same_weights(here, None, "tiny-bf16")
     assert h200_laws.of_the_same_weights(there, None, "tiny-bf16") is there
+
+
+@pytest.mark.parametrize(
+    ("name", "cpu", "replayed", "wrong"),
+    [
+        ("tiny-bf16-graphs-chunk64", False, 3, 0), ("tiny-bf16-graphs-chunk64", False, 0, 1),
+        ("tiny-bf16-default-chunk64", False, 0, 1), ("tiny-bf16-chunk64", False, 0, 0),
+        ("tiny-bf16-graphs-chunk64", True, 0, 0),
+    ],
+)  # fmt: skip
+def test_laws_of_graphs_that_did_not_run_show_nothing(monkeypatch, tmp_path, name, cpu, replayed, wrong):
+    """Whatever SGLang's own warm-up has run before the laws."""
+    said = {"prefills_from_graphs": 5 if replayed or wrong else None}
+
+    def law():
+        if replayed:
+            said["prefills_from_graphs"] += replayed
+        return Count(0, 1)
+
+    engine = SimpleNamespace(identity=lambda: said), "cuda graph: True\nminiTransformer is live: spec"
+    monkeypatch.setattr(h200_laws, "connect", lambda args, name: engine)
+    monkeypatch.setattr(h200_laws, "of_the_same_weights", lambda *_: None)
+    monkeypatch.setattr(h200_laws, "of_a_variant", lambda *_: {"a law": law})
+    args = SimpleNamespace(cpu=cpu, long=[], only="*", json=tmp_path / "rows.jsonl")
+    assert h200_laws.table(args, name, None) == wrong
+    rows = h200_table.read(args.json)
+    assert [row.get("prefills_from_graphs") for row in rows] == [None, replayed]
+    assert rows[1]["decode_steps_from_graphs"] == 1
 
 
 def test_a_difference_is_shown():

@@ -1,12 +1,15 @@
 """A server's weights as they are loaded, without a server."""
 
+from types import SimpleNamespace
+
 import torch
 
 from alignment_tests.learner.tiny import tiny_model
 from alignment_tests.model.checkpoints import refused
 from minitransformer.models.qwen3_moe.layout import pieces
 from minitransformer.plugins.sglang.checksums import checksums
-from minitransformer.plugins.sglang.weights import Receiver
+from minitransformer.plugins.sglang.identity import read_identity
+from minitransformer.plugins.sglang.weights import Receiver, answer
 
 
 def named(model):
@@ -42,3 +45,15 @@ def test_a_tensor_that_comes_twice_is_refused_before_anything_is_written():
         refused(lambda again=again: Receiver(tiny_model(2)).load(named(source) + again, update=False), "comes twice")
     receiver.load(iter(named(source)), update=True)
     assert checksums(model) == checksums(source)
+
+
+def test_what_is_live_says_how_many_prefills_were_graphs():
+    entry = SimpleNamespace(model=tiny_model(0), receiver=Receiver(tiny_model(0)), prefills=None)
+    parallel = SimpleNamespace(model_dump=dict)
+    checker = SimpleNamespace(_get_model=lambda: entry, _parallelism_info=lambda: parallel)
+    said = lambda: read_identity(answer(None, checker, "identity")["checksums"])["prefills_from_graphs"]  # noqa: E731
+    assert said() is None
+    entry.prefills = SimpleNamespace(replays=0)
+    assert said() == 0
+    entry.prefills.replays += 3
+    assert said() == 3

@@ -122,3 +122,4 @@ def with_prefills(original: Any, runner: Any, *rest: Any, **options: Any) -> Non
         model, pool, most = runner.model.model, Pool(attention.token_to_kv_pool), args.cuda_graph_max_bs_prefill
         sizes = needed(args.cuda_graph_bs_prefill or SIZES, args.chunked_prefill_size, most)
         attention.prefills = PrefillGraphs(model, pool, attention.num_rows, sizes, noting())
+        runner.model.prefills = attention.prefills  # which tells how many have run

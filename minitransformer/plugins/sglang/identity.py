@@ -16,14 +16,17 @@ PREFIX = "minitransformer/"  # no tensor of a checkpoint has such a name
 CUMEM, NCCL_DECIDES = "NCCL_CUMEM_ENABLE", "-2"  # NCCL's own default
 
 
-def identity(model: Any, form: str | None = None) -> dict[str, str]:
-    """The server's side: strings, because SGLang carries them among the checksums. form: of its packed experts."""
+def identity(model: Any, form: str | None = None, prefills: int | None = None) -> dict[str, str]:
+    """The server's side: strings, because SGLang carries them among the checksums.
+
+    form: of its packed experts. prefills: how many graphs have run so far; None: there are no graphs of prefills.
+    """
     spec = model.spec
     packed = [i for i, layer in enumerate(model.layers) if getattr(layer.mlp, "gate_up", 0) is None]
     said = {
         "spec": spec.entries(), "fingerprint": spec.fingerprint(), "weights_version": model.weights_version,
         "config": asdict(model.config), "packed_layers": packed, "format": form, "cumem": cumem(),
-        "gpu": gpu(model.device),
+        "gpu": gpu(model.device), "prefills_from_graphs": prefills,
     }  # fmt: skip
     return {PREFIX + key: json.dumps(value, sort_keys=True) for key, value in said.items()}
 

@@ -175,10 +175,11 @@ def answer(original: Any, checker: Any, action: str, allow_quant_error: bool = F
         return original(checker, action, allow_quant_error)
     entry = checker._get_model()
     form = entry.receiver.form
+    prefills = entry.prefills and entry.prefills.replays
     sums = checksums(entry.model) if action == "checksum" else {}
     whole = hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
     return {
-        "checksums": sums | identity(entry.model, form and form.name), "per_gpu_checksum": whole,
+        "checksums": sums | identity(entry.model, form and form.name, prefills), "per_gpu_checksum": whole,
         "parallelism_info": checker._parallelism_info().model_dump(),
     }  # fmt: skip
 

@@ -31,7 +31,7 @@ class Qwen3MoeForCausalLM(nn.Module):
                 require_capturable(self.model)
         except InputError as error:
             plugin.fail(str(error))
-        self.receiver, self.live = Receiver(self.model, form), False
+        self.receiver, self.live, self.prefills = Receiver(self.model, form), False, None
         self.logits_processor = LogitsProcessor(config, self.model)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
