@@ -13,6 +13,7 @@ from minitransformer.errors import InputError
 from minitransformer.plugins.sglang.identity import CUMEM, NCCL_DECIDES
 from minitransformer.plugins.sglang.plugin import ATTENTION, fail, log
 
+_ONE_GPU = "one GPU a server; start one server a GPU behind a router"
 _IN_POOL = "keys and values live in SGLang's pool on the GPU alone, where attention reads them"
 _STAYS = "weights, keys and values stay where they are; graphs read them there"
 # Argument -> (the values that are supported, what is supported in words).
@@ -22,17 +23,17 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "speculative_algorithm": ((None,), "a token is drawn from its own forward pass; there is no speculative decoding"),
     "enable_lora": ((None, False), "there is no LoRA; merge the adapter and send the whole weights"),
     "lora_paths": ((None, []), "there is no LoRA; merge the adapter and send the whole weights"),
-    "tp_size": ((1,), "one GPU a server; start one server a GPU behind a router"),
-    "pp_size": ((1,), "one GPU a server; start one server a GPU behind a router"),
-    "dp_size": ((1,), "one GPU a server; start one server a GPU behind a router"),
-    "ep_size": ((1,), "one GPU a server; start one server a GPU behind a router"),
-    "dcp_size": ((1,), "one GPU a server; start one server a GPU behind a router"),
-    "attn_cp_size": ((1,), "one GPU a server; start one server a GPU behind a router"),
-    "moe_dp_size": ((1,), "one GPU a server; start one server a GPU behind a router"),
-    "dwdp_size": ((1,), "one GPU a server; start one server a GPU behind a router"),
-    "nnodes": ((1,), "one GPU a server; start one server a GPU behind a router"),
-    "enable_dp_attention": ((False,), "one GPU a server; start one server a GPU behind a router"),
-    "enable_eplb": ((False,), "one GPU a server; start one server a GPU behind a router"),
+    "tp_size": ((1,), _ONE_GPU),
+    "pp_size": ((1,), _ONE_GPU),
+    "dp_size": ((1,), _ONE_GPU),
+    "ep_size": ((1,), _ONE_GPU),
+    "dcp_size": ((1,), _ONE_GPU),
+    "attn_cp_size": ((1,), _ONE_GPU),
+    "moe_dp_size": ((1,), _ONE_GPU),
+    "dwdp_size": ((1,), _ONE_GPU),
+    "nnodes": ((1,), _ONE_GPU),
+    "enable_dp_attention": ((False,), _ONE_GPU),
+    "enable_eplb": ((False,), _ONE_GPU),
     "quantization": ((None,), "the checkpoint or minitransformer_recipe says how experts are quantised"),
     "torchao_config": (("", None), "the checkpoint or minitransformer_recipe says how experts are quantised"),
     "modelopt_quant": ((None,), "the checkpoint or minitransformer_recipe says how experts are quantised"),
