@@ -55,7 +55,9 @@ def test_every_table_of_the_page_has_the_numbers_of_the_committed_results(monkey
     monkeypatch.syspath_prepend(BENCHMARKS)
     page = module("page")
     text = page.PAGE.read_text(encoding="utf-8")
-    assert page.renewed(text) == (text, [])
+    notes = page.NOTES.read_text(encoding="utf-8")
+    assert page.renewed(text) == (text, []) and page.renewed(notes, page.TABLES_OF[page.NOTES]) == (notes, [])
+    assert sorted(re.findall(r"^<!-- (.+) -->$", text + notes, re.M)) == sorted(page.TABLES)
     reached = re.search(r"\| goal \| reached \|\n.*\n.* (\d\.\d\d), least ", text)
     spoilt = text[: reached.start(1)] + "9.99" + text[reached.end(1) :]
     assert page.renewed(spoilt) == (text, ["headline"])

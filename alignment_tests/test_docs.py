@@ -61,6 +61,23 @@ def test_named_files_and_tests_exist(page):
         assert not test or f"def {test}(" in (ROOT / path).read_text(), f"{page.name} names {path}::{test}"
 
 
+def test_named_sections_exist():
+    """A link to a section names a heading as GitHub makes its anchor: lower case, no punctuation, - for a space."""
+    headings = {
+        page: {
+            re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-")
+            for text in re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+        }
+        for page in PAGES
+    }
+    links = [(page, *found) for page in PAGES for found in re.findall(r"\]\(([\w./-]*)#([\w-]+)\)", page.read_text())]
+    assert links and not [
+        f"{page.name}: {target}#{anchor}"
+        for page, target, anchor in links
+        if anchor not in headings.get((page.parent / target).resolve() if target else page, ())
+    ]
+
+
 def test_commands_of_the_readme_parse():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     commands = re.findall(r"^ *(?:\$ )?(?:\.venv/bin/)?minitransformer (\w.*)$", text, re.MULTILINE)

@@ -1,6 +1,6 @@
-"""What page.py puts into the tables of docs/performance.md: each function makes a table's rows from results/.
+"""What page.py puts into the tables of docs/performance.md and its notes: each function makes a table's rows.
 
-It is given the rows as they stand, whose words it keeps; the results own the numbers.
+It is given the rows as they stand, whose words it keeps; results/ owns the numbers.
 """
 
 import json
