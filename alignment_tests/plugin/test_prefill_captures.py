@@ -14,6 +14,7 @@ import torch
 
 from alignment_tests.plugin import engines
 from alignment_tests.plugin.test_prefill_graphs import PAGE, PAGES, SIZES, batch_of
+from minitransformer.ops.gpu import capture
 from minitransformer.plugins.sglang import prefill_graphs
 from minitransformer.plugins.sglang.prefill_graphs import RESERVE, PrefillGraphs
 
@@ -27,7 +28,7 @@ def captured(monkeypatch):
     did, free, pools, small = [], [], iter("abc"), engines.tiny(max_positions=400)
 
     @contextmanager
-    def capturing(graph, pool):
+    def capturing(graph, pool, stream):
         did.append(f"capture in {pool}")
         yield
 
@@ -50,6 +51,8 @@ def captured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda home: 8 * RESERVE)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda home: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "its stream")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(capture, "close", lambda device, pool: did.append(f"closed {pool}"))
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: "graph")
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
@@ -92,13 +95,25 @@ OF_MEMORY = {
 @pytest.mark.parametrize("name", OF_MEMORY)
 @pytest.mark.parametrize("in_capture", [False, True])
 def test_a_capture_that_fails_leaves_nothing_behind(captured, caplog, name, in_capture):
-    """No faults of its own tokens, and the stream of before."""
+    """No faults of its own tokens, the stream of before, and nothing open in torch, whose pool is not used again."""
     did, model, free = captured
     model.hidden.fails += [None, OF_MEMORY[name]] if in_capture else [OF_MEMORY[name]]
     free += [RESERVE]
     assert PrefillGraphs(model, None, PAGE * PAGES, SIZES).sizes == [128] and "prefills of 256 tokens" in caplog.text
-    failed = [256, "clear"] + ["capture in a", 256, "on its stream"] * in_capture + ["given back"]
+    failed = [256, "clear"] + ["capture in a", 256, "on its stream", "closed a"] * in_capture + ["given back"]
     assert did[: len(failed)] == failed and did[len(failed)] == 128
+    assert f"capture in {'b' if in_capture else 'a'}" in did[len(failed) :]
+
+
+def test_a_pool_that_graphs_have_is_left_where_a_later_capture_fails(captured):
+    """The graphs that there are keep it; the next one takes another."""
+    did, model, free = captured
+    model.hidden.fails += [None, None, None, hidden_error()]
+    free += [RESERVE, RESERVE]
+    made = PrefillGraphs(model, None, PAGE * PAGES, (128, 256, 300))
+    assert made.sizes == [128, 300]
+    assert [x for x in did if str(x).startswith(("capture", "closed"))] == [
+        "capture in a", "capture in a", "closed a", "capture in b"]  # fmt: skip
 
 
 def test_another_error_ends_the_server(captured):

@@ -133,11 +133,13 @@ class DecodeGraphs:
         self.model(batch, self.cache)
         gpu.device.clear(self.cache.k[0].device)  # of padding; what is found from here on belongs to requests
         kept = {name: batch.__dict__[name] for name in ("_bounds_on", "_contiguous") if name in batch.__dict__}
-        graph, self._pool = torch.cuda.CUDAGraph(), self._pool or torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool):
+        graph, pool = torch.cuda.CUDAGraph(), self._pool or torch.cuda.graph_pool_handle()
+        self._pool = None  # of a capture that fails: not used again
+        with gpu.capture.capture(graph, pool):
             batch = inputs.batch()
             batch.__dict__.update(kept)  # what the operators found out about the batch from its host side
             logits_LV = self.model(batch, self.cache)
+        self._pool = pool
 
         def replay(_alive: dict = kept) -> Tensor:  # the graph reads the bounds, which lie outside of its pool
             graph.replay()

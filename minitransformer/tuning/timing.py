@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from minitransformer.ops.gpu.capture import capture
+
 L2_BYTES = 60 << 20
 
 
@@ -33,7 +35,7 @@ def _captured(calls: Sequence[Callable[[], object]], least_ms: float) -> tuple[t
     torch.cuda.synchronize()
     rounds = max(1, math.ceil(least_ms / max(1e-3, once * len(calls))))
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with capture(graph, stream=stream):
         for _ in range(rounds):
             for call in calls:
                 call()

@@ -152,11 +152,11 @@ class PrefillGraphs:
             self.model.hidden(batch, self.pool, self.note)  # once eagerly: kernels are compiled and chosen
         finally:
             gpu.device.clear(self.numbers.device)  # what is found from here on belongs to requests
-        self.memory = self.memory or torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        # The stream of before is the current one again also where the end of a capture fails.
-        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, pool=self.memory):
+        graph, memory = torch.cuda.CUDAGraph(), self.memory or torch.cuda.graph_pool_handle()
+        self.memory = None  # of a capture that fails: not used again
+        with gpu.capture.capture(graph, memory):
             hidden_TD = self.model.hidden(batch, self.pool, self.note)
+        self.memory = memory
         torch.cuda.empty_cache()  # what torch keeps then is the graphs' own, which nothing else can have
         if (free := torch.cuda.mem_get_info(self.numbers.device)[0]) < RESERVE:
             raise torch.OutOfMemoryError(f"{free / 2**30:.1f} GiB would be left")
