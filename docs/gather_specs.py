@@ -20,10 +20,15 @@ ORDER = (
 
 HEAD = """# Execution spec
 
-Every operator's file opens with its spec: formula, casts, every rounding, order of each reduction, ties, what is
-refused. This page repeats them in the order of the diagram; `make docs` writes it, do not edit it. `fl` is one FP32
-operation rounded to nearest even; `chain` is the tensor-core chain of the first section. [spec_log.md](spec_log.md)
-says what changed from version to version, and why.
+The spec of an operator decides its bits: formula, casts, every rounding, the order of each reduction, ties, and what is
+refused. It is the docstring of the operator's file; this page collects all of them in the order of the diagram
+(`make docs` writes it, do not edit it). [spec_log.md](spec_log.md) says what changed between versions, and why;
+[learning_alignment.md](learning_alignment.md) shows what goes wrong where two engines decide these things differently.
+
+How to read a formula: `fl` is one FP32 operation, rounded to nearest even; `bf16` and `f32` round to that type;
+`chain` is the tensor-core chain of the first section. Capital letters after a name are the sizes of its dimensions:
+T tokens, D hidden size, N query heads, G key/value heads, H head size, E experts, K experts a token (or the inner
+dimension of a product), R routed rows, V vocabulary.
 """
 
 
