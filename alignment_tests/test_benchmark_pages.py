@@ -6,9 +6,11 @@ import importlib.util
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from alignment_tests.plugin.laws import Count
 from minitransformer.errors import InputError
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
@@ -118,10 +120,28 @@ def test_runs_of_servers_are_kept_and_compared(tmp_path):
     )
     for engine, seconds in (("wide-bf16-graphs", 1.0), ("wide-bf16-graphs", 2.0), ("wide-own-graphs", 3.0)):
         row = {"engine": engine, "gpu": "0", "batch": 2, "seconds": seconds, "first_seconds": 0.5}
-        speed.add(argparse.Namespace(**of), row)
+        speed.add(argparse.Namespace(**of), "runs", row)
     table = [line for line in speed.table(of["file"]) if "**" in line or line.startswith(("| mini", "| fast"))]
     assert table[0] == "| miniTransformer, BF16 | 12 |"  # the mean of 16 and 8 tokens a second
     assert table[1:3] == ["| **ours BF16 / stock** | 2.25 |", "| fastest run / slowest of one engine, at most | 2.00 |"]
     with pytest.raises(InputError, match="another layers"):
-        speed.add(argparse.Namespace(**of | {"layers": 3}), row)
+        speed.add(argparse.Namespace(**of | {"layers": 3}), "runs", row)
     assert len(json.loads(of["file"].read_text())["runs"]) == 3
+
+
+def test_an_engine_that_differs_from_itself_is_not_measured(tmp_path, monkeypatch):
+    speed, said = module("sglang_speed"), iter(range(9))
+    client = SimpleNamespace(identity=lambda: {"prefills_from_graphs": next(said)})
+    monkeypatch.setattr(speed, "connect", lambda args, name: (client, ""))
+    monkeypatch.setattr(speed, "seconds", lambda *_: 1.0)
+    monkeypatch.setattr(speed.laws, "alone_equals_batch", lambda *_: Count(0, 5))
+    args = dict(machine="M", layers=2, input=4, output=8, gpu="0", batches=[2], repeats=1, file=tmp_path / "a.json")
+    args = argparse.Namespace(names=["wide-bf16-graphs", "wide-own-graphs"], **args)
+    for differing in (1, 0):
+        monkeypatch.setattr(speed.laws, "decode_equals_rescoring", lambda *_, n=differing: Count(n, 4))
+        assert speed.run(args) == differing
+    found = json.loads(args.file.read_text())
+    assert found["checks"] == [
+        {"engine": "wide-bf16-graphs", "differing": n, "of": 9, "prefills_from_graphs": 1} for n in (1, 0)
+    ]
+    assert [row["engine"] for row in found["runs"]] == ["wide-own-graphs", "wide-bf16-graphs", "wide-own-graphs"]

@@ -112,7 +112,22 @@ def memory_needed(error: BaseException) -> str:
         operator = path.stem if OPERATORS in path.parents and path.stem not in ("cpu", "device") else operator
         trace = trace.tb_next
     amount = f"{asked[1]} more were needed" if asked else "more was needed than there is"
-    return f"{amount} in {operator}" if operator else amount
+    return (f"{amount} in {operator}" if operator else amount) + _held_by_others(str(error))
+
+
+def _held_by_others(text: str) -> str:
+    """Of torch's words on a GPU: what other processes have of it, such as an engine."""
+    sizes = r"capacity of ([\d.]+) GiB of which ([\d.]+ \w+) is free.*this process has ([\d.]+ \w+) memory in use"
+    found = re.search(sizes, text, re.DOTALL)
+    if found is None:
+        return ""
+    units = {"GiB": 1, "MiB": 2**-10, "KiB": 2**-20}
+    free, ours = (float(n) * units.get(unit, 0) for n, unit in (size.split() for size in found.groups()[1:]))
+    others = float(found[1]) - free - ours
+    if others < 1:
+        return ""
+    hold = f"{others:.1f} of the GPU's {found[1]} GiB"
+    return f", while other processes hold {hold} (an SGLang engine: --mem-fraction-static says how much)"
 
 
 @contextmanager

@@ -66,6 +66,39 @@ def test_the_parts_move_no_bit(name, tokens):
     check_parts(name, tokens)
 
 
+def check_what_is_free(free: int = 8000) -> None:
+    """Half of it is gone when the backward asks for itself."""
+    learner, (one, *_), temperatures = case()
+    want, sizes, asked = results(whole, learner, one, temperatures), [], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scoring, "LEAST_BYTES", 1600)
+        patch.setattr(scoring, "free_bytes", lambda device: asked.append(device) or free >> len(asked) - 1)
+        for name in ("forward", "backward"):
+            patch.setattr(scoring.logprob, name, watched(getattr(scoring.logprob, name), sizes))
+        for key, got in results(Learner._log_probs, learner, one, temperatures).items():
+            assert_bits_equal(got, want[key], key)
+    assert asked == [one.target_ids_L.device] * 2
+    L = len(one.target_ids_L)
+    least = max(1600, 4 * scoring.STEP * L)  # of columns there are STEP at least
+    assert max(sizes) <= (max(least, free // 4) if free < 1 << 40 else 400 * L)
+    assert (len(sizes) > 2) == (free < 1 << 40)
+
+
+def watched(operator, sizes: list[int]):
+    """It notes the bytes of the logits, its first operand of two dimensions."""
+
+    def call(*args):
+        sizes.append(next(x.nbytes for x in args if x.dim() == 2))
+        return operator(*args)
+
+    return call
+
+
+@pytest.mark.parametrize("free", [0, 8000, 40000, 1 << 40])
+def test_the_parts_follow_what_is_free(free):
+    check_what_is_free(free)
+
+
 def check_scores(rows: int = 2, trace: Trace | None = None) -> None:
     learner, _, temperatures = case()
     sequences, starts = random_sequences(4, 10, vocab=100)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from alignment_tests.learner.test_loop import sample_score_update
-from alignment_tests.learner.test_scoring import check_parts
+from alignment_tests.learner.test_scoring import check_parts, check_what_is_free
 from alignment_tests.mutations import Mutation, patched
 from alignment_tests.test_memory_bounds import check_an_update
 from minitransformer.learner import scoring
@@ -54,6 +54,8 @@ MUTATIONS = [
     _mutation("dX of the last part alone", _PARTS, linear, "continue_dx", _forgets_what_came_before),
     _mutation("the target looked for in every part", _PARTS, logprob, "backward", _ids_of_the_first_part),
     _mutation("gradients of the logits truncated to BF16", _PARTS, logprob, "backward", _truncated),
+    _mutation("parts that follow nothing but CHUNK_BYTES", "the parts follow what is free", scoring, "part_bytes",
+              lambda device: scoring.CHUNK_BYTES, check_what_is_free),
     _mutation("all columns at once in the backward", "nothing is as large as the logits", scoring, "STEP", 1 << 20,
               check_an_update),
 ]  # fmt: skip

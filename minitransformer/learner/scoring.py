@@ -15,14 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minitransformer.devices import free_bytes
 from minitransformer.learner.packing import Pack
 from minitransformer.ops import gpu, linear, logprob
 from minitransformer.ops.autograd import apply
 from minitransformer.ops.embedding import check_ids
 from minitransformer.ops.mma import STEP
 
-# Of one part's logits in FP32. The size of a part cannot move a bit.
+# Of one part's logits in FP32. The size of a part cannot move a bit, so it may follow what an engine leaves of a GPU.
 CHUNK_BYTES = 1 << 30
+LEAST_BYTES = 1 << 25  # below this a part's launches would take the time, and the memory is lacking anyway
+PARTS_AT_ONCE = 4  # the logits, their gradient in BF16, a product's FP32, and one for what does not fit exactly
+
+
+def part_bytes(device: torch.device) -> int:
+    """Of the logits at a time: CHUNK_BYTES, and less on a GPU of which others leave little."""
+    return min(CHUNK_BYTES, max(LEAST_BYTES, free_bytes(device) // PARTS_AT_ONCE))
 
 
 def log_probs(model: Any, one: Pack, temperatures: Sequence[float], trace: Any, recompute: bool) -> Tensor:
@@ -69,7 +77,7 @@ def head(
 class _Head(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h_LD: Tensor, weight_VD: Tensor, ids_L: Tensor, temperatures_L: Tensor, naming: Callable):
-        rows, found = max(1, CHUNK_BYTES // (4 * weight_VD.shape[0])), []
+        rows, found = max(1, part_bytes(h_LD.device) // (4 * weight_VD.shape[0])), []
         for begin in range(0, max(1, h_LD.shape[0]), rows):  # no row is one part, too
             logits = None  # freed before the next ones are made
             part = slice(begin, begin + rows)
@@ -87,7 +95,8 @@ class _Head(torch.autograd.Function):
         need_dh, need_dw = ctx.needs_input_grad[:2]
         V, dh_LD, dw_VD = weight_VD.shape[0], None, torch.empty_like(weight_VD) if need_dw else None
         # A step of dX's chain is not cut.
-        columns = V if whole is not None else max(STEP, CHUNK_BYTES // (4 * h_LD.shape[0]) // STEP * STEP)
+        most = part_bytes(h_LD.device) // (4 * max(1, h_LD.shape[0]))
+        columns = V if whole is not None else max(STEP, most // STEP * STEP)
         for first in range(0, V, columns):
             part = slice(first, first + columns)
             dlogits = _dlogits(h_LD, weight_VD[part], *rows, d_L, whole, first)
