@@ -15,7 +15,7 @@ PAGE = ROOT / "docs" / "execution_spec.md"
 # The order of the diagram; first what lies under every operator.
 ORDER = (
     "mma", "rounding", "embedding", "rms_norm", "linear", "rope", "kv_store", "attention", "router", "dispatch",
-    "grouped_linear", "swiglu", "nvfp4", "mxfp8", "quantised_linear", "logprob", "sample",
+    "grouped_linear", "swiglu", "nvfp4", "mxfp8", "quantised_linear", "logprob", "sample", "adamw",
 )  # fmt: skip
 
 HEAD = """# Execution spec

@@ -25,6 +25,8 @@ OPS = (
 )  # fmt: skip
 # Part of the spec only where a recipe quantises.
 QUANTISED_OPS = ("nvfp4", "mxfp8", "quantised_linear")
+# Of no forward pass, so in no fingerprint; a learner's checkpoint names them.
+UPDATE_OPS = ("adamw",)
 
 
 class _Model(Protocol):
@@ -100,6 +102,11 @@ class ExecutionSpec:
         unlike = self.differences(other)
         if unlike:
             raise InputError(f"{who} follow different execution specs: {'; '.join(unlike)}")
+
+
+def update_entries() -> dict[str, str]:
+    """What decides the bits of an update beside the model's spec: 'ops.adamw' -> 'adamw/1'."""
+    return {f"ops.{op}": import_module(f"minitransformer.ops.{op}").SPEC for op in UPDATE_OPS}
 
 
 def fingerprint(entries: Mapping[str, Any]) -> str:

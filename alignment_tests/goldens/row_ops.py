@@ -15,7 +15,7 @@ from torch import Tensor
 
 from alignment_tests import inputs
 from alignment_tests.goldens import main
-from minitransformer.ops import dispatch, embedding, logprob, rms_norm, rope, rounding, router, sample, swiglu
+from minitransformer.ops import adamw, dispatch, embedding, logprob, rms_norm, rope, rounding, router, sample, swiglu
 
 FILE = Path(__file__).with_name("row_ops.json")
 EPS, THETA = 1e-6, 1e6
@@ -52,6 +52,19 @@ def _samples(device: str) -> list[Tensor]:
     return [torch.tensor([sample.sample(logits, 7, p, *option) for option in options for p in range(20)])]
 
 
+def _adamw(device: str, reached: bool) -> list[Tensor]:
+    """Three updates, clipped, of values of every size."""
+    n, anything = 5003, inputs.f32_of_any_bits(60, 5003)
+    grad, master, m = inputs.normal(61, n), inputs.normal(62, n), inputs.normal(63, n, scale=0.125)
+    pairs = (grad, anything), (master, anything.roll(1)), (m, anything.roll(2)), (m * m, anything.roll(3).abs())
+    grad, *state = (torch.cat(pair).to(device) for pair in pairs)
+    weight = torch.zeros(2 * n, dtype=torch.bfloat16, device=device)
+    for t in (1, 2, 3):
+        now = adamw.scalars(t, 1e-3 / t, (0.9, 0.999), 1e-8, 0.1, clip=0.7)
+        adamw.adamw(weight, grad if reached else None, *state, now)
+    return [x.cpu() for x in (weight, *state)]
+
+
 CASES: dict[str, Callable[[str], list[Tensor]]] = {
     "embedding": lambda d: _with_gradients(embedding.embedding, [inputs.integers(1, 97, T), inputs.bf16(2, 97, D)], d),
     "rms_norm": lambda d: _with_gradients(
@@ -77,6 +90,8 @@ CASES: dict[str, Callable[[str], list[Tensor]]] = {
         d,
     ),
     "sample": _samples,
+    "adamw": lambda d: _adamw(d, True),
+    "adamw_without_a_gradient": lambda d: _adamw(d, False),
     "exp2_table": lambda d: [torch.from_numpy(np.array(rounding.ex2_table()))],
 }
 

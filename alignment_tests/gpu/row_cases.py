@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from minitransformer.ops.attention import KEY_TILE
 from minitransformer.ops.gpu import (
+    adamw,
     attention_pages,
     copy,
     device,
@@ -102,6 +103,10 @@ def _rest() -> Iterator[tuple]:
     types = ("*fp64", "*i32", "*fp32", "*fp32", "*i64", "*i32", "i32!")
     for slot in (FOUND["sample"], -1):
         yield f"sample pick {slot}", sample.pick_kernel, types, (256, slot)
+    for has_grad in (True, False):
+        types = "*bf16", *("*fp32",) * 4, "i32", *("fp32",) * 9
+        yield f"adamw {has_grad}", adamw.adamw_kernel, types, (has_grad, adamw.BLOCK)
+    yield "adamw ragged", adamw.adamw_kernel, (*types[:5], "i32!", *types[6:]), (True, adamw.BLOCK)
     yield "sample keys", sample.keys_kernel, ("*fp32", "*fp32", "*fp32", "*i64", "*i64", "i32!"), (sample.BLOCK,)
 
 

@@ -46,7 +46,7 @@ ROWS = {
     "plan": set(), "combine": set(), "gather": set(),
     "nvfp4": set(), "mxfp8": {"cvt.rn.satfinite.e4m3x2.f32"}, "refuse": set(), "schedule": set(),
     "combine_weighted": {"fma.rn.f32"}, "copy": set(), "spread": set(), "embedding": set(), "swiglu": EXP,
-    "logprob": EXP | {"cvt.rn.f32"},
+    "logprob": EXP | {"cvt.rn.f32"}, "adamw": {"div.rn.f32", "sqrt.rn.f32"},
     "backward": {"div.rn.f32", "cvt.f64.f32", "add.rn.f64", "mul.rn.f64", "fma.rn.f64"},
     "sample": EXP | {f"{op}.rn.f64" for op in ("add", "sub", "mul", "fma", "div", "cvt")}
     | {"cvt.f64.f32", "cvt.rn.f32", "cvt.rn.f32.f64", "cvt.rzi.s64.f32", "max.f64", "min.f32"},

@@ -1,4 +1,4 @@
-"""The learner on the GPU: every parameter's gradient, the loss and the norm have the CPU's bits."""
+"""The learner on the GPU has the CPU's bits: gradients, loss and norm, whole updates, and runs that change devices."""
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from alignment_tests.bits import assert_bits_equal
 from alignment_tests.gpu.test_model_agrees import DEMO, LAYER
 from alignment_tests.gpu.values import agree
 from alignment_tests.learner.tiny import tiny_model
+from minitransformer.learner import checkpoint
 from minitransformer.learner.learner import Learner
 from minitransformer.learner.packing import Sample
 from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
@@ -42,9 +43,9 @@ def samples_of(model, lengths: list[int]) -> list[Sample]:
 
 def gradients(model, samples, tokens: int, **settings):
     """FP32 gradients of one update just before they are applied, and its metrics; the model stays as it is."""
-    learner = Learner(model, lr=0.0, max_grad_norm=1e-3, max_tokens_per_pack=tokens, **settings)
+    learner = Learner(model, lr=0.0, max_tokens_per_pack=tokens, **settings)
     caught = {}
-    learner._apply = caught.update
+    learner._apply = lambda totals, clip: caught.update(totals)
     return caught, learner.update(samples)
 
 
@@ -86,18 +87,67 @@ def test_scores(name):
     agree(got, want, "scores")
 
 
+def state(learner: Learner) -> dict[str, torch.Tensor]:
+    """Weights, masters and moments, on the CPU."""
+    learner.optimizer.make_state()
+    found = {f"model.{name}": p.detach().cpu().clone() for name, p in learner.model.named_parameters()}
+    return found | {name: x.cpu().clone() for name, x in checkpoint._state(learner)}
+
+
+def assert_same(got: Learner, want: Learner, what: str) -> None:
+    found = state(got)
+    for name, x in state(want).items():
+        assert_bits_equal(found[name], x, f"{what}: {name}")
+    assert got.step == want.step and got.lr == want.lr
+
+
+def misses(learner: Learner, name: str) -> None:
+    """No token reaches this parameter."""
+    apply = learner._apply
+    learner._apply = lambda totals, clip: apply({n: g for n, g in totals.items() if n != name}, clip)
+
+
+SETTINGS = dict(lr=1e-2, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("bound", [1e-3, None])
 @pytest.mark.parametrize("name", SMALL)
-def test_updates_repeat_and_are_seen(name):
-    """Two runs of two updates on the GPU end with the same weights. AdamW is torch's: its bits are not the CPU's."""
-    _, gpu, samples, tokens = models(name)
-    start = {key: x.clone() for key, x in gpu.state_dict().items()}
-    ends = []
-    for _ in range(2):
-        gpu.load_state_dict(start)
-        learner = Learner(gpu, lr=1e-3, max_tokens_per_pack=tokens)
-        norms = [learner.update(samples).grad_norm for _ in range(2)]
-        ends.append(({key: x.clone() for key, x in gpu.state_dict().items()}, norms))
-    assert ends[0][1] == ends[1][1]
-    for key, x in ends[0][0].items():
-        assert_bits_equal(x, ends[1][0][key], key)
-    assert any(not torch.equal(x, start[key]) for key, x in ends[0][0].items())
+def test_updates(name, bound):
+    """Three whole updates with a schedule: every master, moment, weight and metric, and what is scored afterwards."""
+    *pair, samples, tokens = models(name)
+    learners = [Learner(m, max_grad_norm=bound, max_tokens_per_pack=tokens, **SETTINGS) for m in pair]
+    start = state(learners[0])
+    for step in range(3):
+        for learner in learners:
+            learner.lr = SETTINGS["lr"] / (1 + step)
+        if step == 1:
+            for learner in learners:
+                misses(learner, "norm.weight")
+        want, got = (learner.update(samples) for learner in learners)
+        assert got == want and (bound is None or want.grad_norm > bound)
+        assert_same(learners[1], learners[0], f"update {step}")
+    assert all(not torch.equal(x, start[key]) for key, x in state(learners[0]).items())
+    args = [s.ids for s in samples], [s.prompt_len for s in samples]
+    agree(learners[1].score(*args), learners[0].score(*args), "scores")
+
+
+@pytest.mark.parametrize("saved_on", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", ["tiny", "tiny nvfp4"])
+def test_a_run_goes_on_on_the_other_device(name, saved_on, tmp_path):
+    """Two updates, a save, a resume on the other device, two more; the files of both devices have the same bytes."""
+    *pair, samples, tokens = models(name)
+    straight, first = (Learner(model, max_tokens_per_pack=tokens, **SETTINGS) for model in pair)
+    if saved_on == "cpu":
+        straight, first = first, straight
+    for learner in (straight, first):
+        learner.update(samples), learner.update(samples)
+        learner.save(tmp_path / learner.model.device.type)
+    files = [(tmp_path / kind).read_bytes() for kind in ("cpu", "cuda")]
+    assert files[0] == files[1]
+    _, there, *_ = models(name)
+    there = there.to(straight.model.device)
+    resumed = Learner(there, max_tokens_per_pack=tokens, **SETTINGS)
+    resumed.load(tmp_path / saved_on)
+    for learner in (straight, resumed):
+        learner.update(samples), learner.update(samples)
+    assert_same(resumed, straight, f"from {saved_on}")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from alignment_tests import inputs
 from alignment_tests.bits import assert_bits_equal
 from alignment_tests.learner.tiny import random_samples, random_sequences, tiny_model
 from minitransformer.batch import Batch
@@ -117,9 +118,9 @@ def test_adamw_by_hand():
     apply = learner._apply
     caught = {}
 
-    def keep(totals):
+    def keep(totals, clip):
         caught.update({n: g.clone() for n, g in totals.items()})
-        apply(totals)
+        apply(totals, clip)
 
     learner._apply = keep
     for t in (1, 2):
@@ -135,13 +136,30 @@ def test_adamw_by_hand():
 
 def test_clipping_scales_all_gradients_by_one_factor():
     totals = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([[4.0]])}
-    assert gradients.clip(totals, dict.fromkeys(["a", "none", "b"]), 10.0) == 5.0
-    assert totals["a"].tolist() == [3.0, 0.0]
-    assert gradients.clip(totals, dict.fromkeys("ab"), 1.0) == 5.0
-    scale = np.float32(0.2)
-    assert totals["a"][0].item() == np.float32(3) * scale and totals["b"].item() == np.float32(4) * scale
+    for bound, clip in ((10.0, 1.0), (5.0, 1.0), (1.0, 0.2), (None, 1.0)):
+        assert gradients.measure(totals, dict.fromkeys(["a", "none", "b"]), bound) == (5.0, clip)
     long = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    assert gradients.clip({"a": long}, {"a": None}, None) == pytest.approx(long.double().norm().item(), rel=1e-14)
+    norm, _ = gradients.measure({"a": long}, {"a": None}, None)
+    assert norm == pytest.approx(long.double().norm().item(), rel=1e-14)
+
+
+def test_a_clipped_update_is_that_of_scaled_gradients():
+    """One factor for all parameters, rounded to FP32, and each product too; a gradient of zeros is as none."""
+    ends = []
+    for scaled in (False, True):
+        learner = Learner(tiny_model(), lr=1e-2)
+        grads = {n: inputs.normal(i, *p.shape) for i, (n, p) in enumerate(learner.parameters.items())}
+        _, clip = gradients.measure(grads, grads, 0.5)
+        assert 0 < clip < 1e-2
+        for untouched in (), ("norm.weight", "layers.1.mlp.down.weight"):
+            totals = {n: g for n, g in grads.items() if n not in untouched}
+            if scaled:
+                totals = {n: g * torch.tensor(clip, dtype=torch.float32) for n, g in totals.items()}
+                totals |= {n: torch.zeros_like(grads[n]) for n in untouched}
+            learner._apply(totals, 1.0 if scaled else clip)
+        ends.append(_snapshot(learner))
+    for name, tensor in ends[0].items():
+        assert_bits_equal(tensor, ends[1][name], name)
 
 
 def test_a_few_dozen_steps_overfit():
@@ -210,7 +228,7 @@ def test_a_gradient_that_is_not_finite_names_the_first_parameter():
     with pytest.raises(FloatingPointError, match="gradient of layers.1.mlp.down.weight is not finite"):
         learner.update([Sample([1, 2, 3], 1)], nll)
     _assert_same(learner, before)
-    assert learner.step == 0 and not learner.optimizer.state and all(p.grad is None for p in model.parameters())
+    assert learner.step == 0 and not learner.optimizer.moments and all(p.grad is None for p in model.parameters())
 
 
 def test_weights_written_by_someone_else_are_noticed():
@@ -226,7 +244,10 @@ def test_bad_settings_and_samples(model):
         ({"max_grad_norm": 0.0}, "max_grad_norm"),
         ({"max_tokens_per_pack": 0}, "max_tokens_per_pack"),
         ({"lr": -1.0}, "optimizer settings"),
-        ({"betas": (0.9, 1.0)}, "optimizer settings"),
+        ({"betas": (0.9, 1.0)}, "optimizer settings: betas"),
+        ({"betas": 0.9}, "optimizer settings"),
+        ({"eps": 0.0}, "optimizer settings: eps"),
+        ({"weight_decay": math.nan}, "optimizer settings: weight_decay"),
     ]:
         with pytest.raises(InputError, match=message):
             Learner(model, **settings)

@@ -20,15 +20,17 @@ from alignment_tests.learner import (
 )
 from alignment_tests.learner.test_loop import sample_score_update
 from alignment_tests.mutations import Mutation, patched
+from minitransformer import ops
 from minitransformer.batch import Batch
+from minitransformer.devices import naming_memory
 from minitransformer.errors import InputError
-from minitransformer.learner import adamw, checkpoint, gradients, losses, packing
+from minitransformer.learner import checkpoint, gradients, losses, optimizer, packing
 from minitransformer.learner.learner import Learner
 from minitransformer.sampler.sampler import Sampler
 
 # What the mutants call to do the rest of the work; taken before anything is patched.
 _pack, _fill, _save_file = packing._pack, checkpoint._fill, checkpoint.save_file
-_apply, _write, _kernel = Learner._apply, Learner.write_weights, losses._policy_gradient
+_apply, _measure, _kernel = Learner._apply, gradients.measure, losses._policy_gradient
 
 
 def _scored_one_row_late(*args):
@@ -48,15 +50,14 @@ class _LeakingBatch(Batch):
         return replace(batch, key_rows_SL=rows_SL)
 
 
-def _without_steps(one, file, step):
-    _fill(one, file, step)
-    for state in one.optimizer.state.values():
-        state["step"].zero_()
+def _without_steps(one, file, facts):
+    _fill(one, file, facts)
+    one.optimizer.step = 0
 
 
-def _without_moments(one, file, step):
-    _fill(one, file, step)
-    one.optimizer.state.clear()
+def _without_moments(one, file, facts):
+    _fill(one, file, facts)
+    one.optimizer.moments = {}
 
 
 def _rounded_masters(tensors, *args, **kwargs):
@@ -64,33 +65,39 @@ def _rounded_masters(tensors, *args, **kwargs):
     _save_file(rounded, *args, **kwargs)
 
 
-def _one_by_one(optimizer, masters, totals):
-    for name, master in masters.items():
-        master.grad = totals.pop(name)
-        kinds = ("exp_avg", "exp_avg_sq")
-        optimizer.state[master] = {"step": torch.zeros(())} | {k: adamw.torch.zeros_like(master) for k in kinds}
+def _one_by_one(self, totals, clip):
+    one = self.optimizer
+    now = ops.adamw.scalars(one.step + 1, one.lr, clip=clip, **one.settings)
+    with naming_memory("making masters and moments in FP32", "nothing was updated; lower max_tokens_per_pack"):
+        for name, master in one.masters.items():
+            one.moments[name] = optimizer.torch.zeros_like(master), optimizer.torch.zeros_like(master)
+            ops.adamw.adamw(self.parameters[name].detach(), totals.get(name), master, *one.moments[name], now)
 
 
-def _two_steps(self, totals):
-    kept = {name: grad.clone() for name, grad in totals.items()}
-    _apply(self, totals)
-    _apply(self, kept)
+def _skips_without_a_gradient(weight, grad, *state):
+    if grad is not None:
+        ops.adamw.adamw(weight, grad, *state)
 
 
-def _no_masters(self):
-    _write(self)
+def _two_steps(self, totals, clip):
+    _apply(self, totals, clip)
+    _apply(self, totals, clip)
+
+
+def _no_masters(self, totals, clip):
+    _apply(self, totals, clip)
     for name, parameter in self.parameters.items():
         self.masters[name].copy_(parameter.detach().float())
 
 
-def _new_storage(self):
-    for name, parameter in self.parameters.items():
-        parameter.data = self.masters[name].bfloat16()
-    _write(self)
+def _new_storage(self, totals, clip):
+    _apply(self, totals, clip)
+    for parameter in self.parameters.values():
+        parameter.data = parameter.data.clone()
 
 
-def _truncated(self):
-    _write(self)
+def _truncated(self, totals, clip):
+    _apply(self, totals, clip)
     with torch.no_grad():
         for name, parameter in self.parameters.items():
             bits = (self.masters[name].view(torch.int32) >> 16).to(torch.int16)
@@ -103,12 +110,10 @@ def _last_pack_only(totals, parameters):
     gradients.drop(parameters)
 
 
-def _clip_each(totals, order, max_norm):
-    norms = {name: grad.norm().item() for name, grad in totals.items()}
-    for name, grad in totals.items():
-        if max_norm is not None and norms[name] > max_norm:
-            grad.mul_(max_norm / norms[name])
-    return sum(n * n for n in norms.values()) ** 0.5
+def _clip_by_the_largest(totals, order, max_norm):
+    norm, _ = _measure(totals, order, max_norm)
+    largest = max(grad.norm().item() for grad in totals.values())
+    return norm, max_norm / largest if max_norm is not None and norm > max_norm else 1.0
 
 
 def _swapped_bounds(lp, old, advantage, ref, low, high, *rest):
@@ -131,13 +136,13 @@ def _applied_before_it_is_checked(path, metadata):
 
 
 def _check_damaged_facts() -> None:
-    """A file with a negative learning rate is refused, and nothing of it is applied."""
+    """A file with a negative step is refused, and nothing of it is applied."""
     one = test_checkpoint._learner()
     with tempfile.TemporaryDirectory() as folder:
         test_checkpoint._learner(seed=0).save(Path(folder) / "run")
         tensors, facts = test_checkpoint._read(Path(folder) / "run")
         tensors["masters.norm.weight"] += 1
-        _save_file(tensors, Path(folder) / "bad", metadata={"learner": json.dumps(facts | {"lr": -1.0})})
+        _save_file(tensors, Path(folder) / "bad", metadata={"learner": json.dumps(facts | {"step": -1})})
         before = test_checkpoint._state(one)
         try:
             one.load(Path(folder) / "bad")
@@ -175,10 +180,10 @@ def _check_resume() -> None:
     test_checkpoint._assert_same(test_checkpoint._state(resumed), test_checkpoint._state(straight))
 
 
-def _check_other_unit() -> None:
-    """A run of another vector unit is not resumed as if its updates had the same bits here."""
+def _check_other_adamw() -> None:
+    """A run of another version of AdamW is not resumed as if its updates had the same bits here."""
     with tempfile.TemporaryDirectory() as folder:
-        with mock.patch.object(torch.backends.cpu, "get_cpu_capability", lambda: "VSX"):
+        with mock.patch.object(ops.adamw, "SPEC", "adamw/999"):
             test_checkpoint._learner().save(Path(folder) / "run")
         try:
             test_checkpoint._learner().load(Path(folder) / "run")
@@ -217,25 +222,27 @@ MUTATIONS = [
     _mutation("resume loses the moments", _RESUME, checkpoint, "_fill", _without_moments, _check_resume),
     _mutation("a file half applied", "all or nothing", checkpoint, "_read_facts", _applied_before_it_is_checked,
               _check_damaged_facts),
-    _mutation("resume with another AdamW", _RESUME, checkpoint, "_ADAMW", {}, _check_other_unit),
+    _mutation("resume with another AdamW", _RESUME, checkpoint, "update_entries", dict, _check_other_adamw),
     _mutation("a replaced parameter is not looked for", "the masters are the model's", Learner,
               "_refuse_replaced_parameters", lambda self: None, _check_replaced),
     _mutation("masters saved in BF16", _RESUME, checkpoint, "save_file", _rounded_masters, _check_resume),
-    _mutation("moments given before all are there", "an update is whole or not at all", adamw, "complete", _one_by_one,
-              test_memory.check_unchanged),
+    _mutation("moments made while weights are written", "an update is whole or not at all", Learner, "_apply",
+              _one_by_one, test_memory.check_unchanged),
+    _mutation("moments of a parameter without a gradient stay", _STEP, optimizer, "adamw", _skips_without_a_gradient,
+              test_learner.test_a_clipped_update_is_that_of_scaled_gradients),
     _mutation("weights updated twice", _STEP, Learner, "_apply", _two_steps, test_learner.test_adamw_by_hand),
     _mutation(
-        "masters rounded to BF16 after a step", _STEP, Learner, "write_weights", _no_masters,
+        "masters rounded to BF16 after a step", _STEP, Learner, "_apply", _no_masters,
         test_learner.test_masters_keep_what_bf16_would_lose,
     ),
-    _mutation("weights moved elsewhere", "same storage", Learner, "write_weights", _new_storage, _STORAGE),
-    _mutation("weights truncated", "rounds to nearest even", Learner, "write_weights", _truncated, _STORAGE),
+    _mutation("weights moved elsewhere", "same storage", Learner, "_apply", _new_storage, _STORAGE),
+    _mutation("weights truncated", "rounds to nearest even", Learner, "_apply", _truncated, _STORAGE),
     _mutation(
         "only the last pack's gradient counts", "a token's weight ignores the packing", gradients, "accumulate",
         _last_pack_only, test_model_gradient.test_packs_and_samples_do_not_change_a_tokens_weight,
     ),
     _mutation(
-        "each tensor clipped by its own norm", "one global norm", gradients, "clip", _clip_each,
+        "clipped by the largest tensor's norm", "one global norm", gradients, "measure", _clip_by_the_largest,
         test_learner.test_clipping_scales_all_gradients_by_one_factor,
     ),
     _mutation("clip bounds swapped", _PPO, losses, "_policy_gradient", _swapped_bounds, _check_bounds),

@@ -7,6 +7,7 @@ from alignment_tests import inputs, plain
 from alignment_tests.bits import assert_bits_equal
 from alignment_tests.mutations import Mutation, patched
 from alignment_tests.ops import (
+    test_adamw,
     test_dispatch,
     test_embedding,
     test_logprob,
@@ -16,7 +17,7 @@ from alignment_tests.ops import (
     test_sample,
     test_swiglu,
 )
-from minitransformer.ops import dispatch, embedding, logprob, rms_norm, rope, rounding, router, sample, swiglu
+from minitransformer.ops import adamw, dispatch, embedding, logprob, rms_norm, rope, rounding, router, sample, swiglu
 
 BF16 = torch.bfloat16
 
@@ -126,6 +127,41 @@ def float_mass(keys, last, logits, t, m, top_p):
     return keys[order[np.searchsorted(np.cumsum(p / p.sum()), np.float32(top_p), side="right")]]
 
 
+def adamw_by(formula):
+    """The CPU's kernel by another formula: (weight, grad, master, m, v), scalars -> (weight, master, m, v)."""
+
+    def kernel(begin, end, weight, grad, master, exp_avg, exp_avg_sq, s):
+        state = [None if x.size == 0 else torch.from_numpy(x[begin:end]) for x in (grad, master, exp_avg, exp_avg_sq)]
+        made, *rest = formula([None, *state], adamw.Scalars(*s))
+        weight[begin:end] = made.view(torch.int16).numpy().view(np.uint16)
+        for into, values in zip((master, exp_avg, exp_avg_sq), rest, strict=True):
+            into[begin:end] = values.numpy()
+
+    return kernel
+
+
+def with_an_fma(state, s):
+    return test_adamw.by_numpy(state, s, fused="m")
+
+
+def eps_in_the_root(state, s):
+    made = test_adamw.by_numpy(state, s)
+    p, m, v = state[2].numpy(), made[2].numpy(), made[3].numpy()
+    p = p - np.float32(s.size) * m / np.sqrt(v * np.float32(s.root) ** 2 + np.float32(s.eps))
+    return [plain.bf16(p), torch.from_numpy(p), *made[2:]]
+
+
+def decay_rounded_by_itself(state, s):
+    decayed = state[2] * (1 - s.decay)
+    return test_adamw.by_numpy([*state[:2], decayed, *state[3:]], adamw.Scalars(*s)._replace(decay=0.0))
+
+
+def nan_as_the_processor_makes_it(state, s):
+    _, p, m, v = test_adamw.by_numpy(state, s)
+    signed = [torch.where(x.isnan(), -x, x) for x in (p, m, v)]
+    return [plain.bf16(p.numpy()), *signed]
+
+
 def _rms_bits() -> None:
     # One FP32 step beside the spec shows in a few of 2^16 BF16 results, so there must be many.
     x, w = inputs.bf16(1, 2000, 300), inputs.bf16(2, 300)
@@ -177,6 +213,15 @@ MUTATIONS = [
        logits_rounded, test_logprob.test_is_close_to_fp64_over_a_real_vocabulary),
     _m("embedding gradient scattered in BF16", "differentiates (embedding)", embedding, "backward",
        scattered_in_bf16, test_embedding.test_differentiates),
+    _m("adamw with an FMA", "agrees (adamw)", adamw, "_adamw_cpu", adamw_by(with_an_fma),
+       lambda: test_adamw.test_no_product_and_sum_are_fused("m")),
+    _m("adamw's eps inside of the root", "eps stands beside the root", adamw, "_adamw_cpu", adamw_by(eps_in_the_root),
+       test_adamw.test_eps_stands_beside_the_root),
+    _m("adamw rounds the decay by itself", "decay and step are one change", adamw, "_adamw_cpu",
+       adamw_by(decay_rounded_by_itself), test_adamw.test_small_decay_is_not_lost),
+    _m("adamw keeps a NaN's sign", "one NaN", adamw, "_adamw_cpu", adamw_by(nan_as_the_processor_makes_it),
+       test_adamw.test_the_edges),
+    _m("adamw asks libm for powers", "no libm", adamw, "power", pow, test_adamw.test_the_order_of_the_squarings),
     _m("top-p by a float sum", "truncation keeps exactly the set", sample, "_last_by_mass",
        float_mass, test_sample.test_truncation_reaches_every_kept_token),
 ]  # fmt: skip

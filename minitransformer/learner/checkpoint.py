@@ -1,18 +1,21 @@
 """A learner on disk: one safetensors file with all that an exact resume needs, and nothing that can run code.
 
     masters.NAME, exp_avg.NAME, exp_avg_sq.NAME    FP32, the parameter's shape, one of each a trained parameter
-    __metadata__["learner"]    JSON: format, step, lr, settings, config, spec, frozen, adamw, tensors
+    __metadata__["learner"]    JSON: format, step, lr, settings, config, spec, frozen, tensors
 
-settings are those that decide the bits of an update; config and spec are the model's; frozen holds a sha256 of each
-frozen parameter, whose values stay in the model's own checkpoint; adamw names what computed torch's AdamW (version of
-torch, vector unit), for its bits follow both; tensors lists what the file must hold. The file is written under a
-temporary name, flushed, and renamed. No random state: neither the learner nor its losses draw numbers.
+settings are those that decide the bits of an update; config is the model's, and spec too, with what only an update runs
+(spec.UPDATE_OPS); frozen holds a sha256 of each frozen parameter, whose values stay in the model's own checkpoint;
+tensors lists what the file must hold. Nothing names a device or a version of torch: no bit follows them. The file is
+written under a temporary name, flushed, and renamed. No random state: neither learner nor losses draw numbers.
+
+A file of format 2 has the same tensors, which torch's AdamW made. It is taken up, with a warning.
 """
 
 import hashlib
 import json
 import math
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -24,13 +27,16 @@ from torch import Tensor
 
 from minitransformer.errors import InputError
 from minitransformer.files import named, replacing_file
+from minitransformer.ops import adamw
+from minitransformer.spec import update_entries
 
 if TYPE_CHECKING:
     from minitransformer.learner.learner import Learner
 
-FORMAT = "minitransformer-learner/2"
+KINDS = "masters", "exp_avg", "exp_avg_sq"
+FORMAT, OF_TORCH = "minitransformer-learner/3", "minitransformer-learner/2"
 RECIPE = "options.recipe"  # of the spec
-MAX_STEP = 1 << 24  # torch counts steps in FP32
+MAX_STEP = 1 << 53  # far above any run's
 # Entries that must be the same here and in the file, and what to do when they are not.
 _MUST_MATCH = {
     "config": "load the model that this run trained",
@@ -38,8 +44,6 @@ _MUST_MATCH = {
     "settings": "make the Learner with the saved settings",
     "frozen": "load the model whose frozen weights this run used, and freeze the same parameters",
 }
-# The same for what Learner.load(other_adamw=True) lets differ.
-_ADAMW = {"adamw": "resume there, or pass other_adamw=True to go on with updates whose last bits may differ"}
 
 
 def save(learner: "Learner", path: str | os.PathLike) -> None:
@@ -47,7 +51,8 @@ def save(learner: "Learner", path: str | os.PathLike) -> None:
     path = named(path)
     if path.is_dir():
         raise InputError(f"{path}: is a directory; name a file")
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _state(learner)}
+    learner.optimizer.make_state()
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in _state(learner)}
     facts = _facts(learner) | {"step": learner.step, "lr": learner.lr, "tensors": sorted(tensors)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,50 +64,39 @@ def save(learner: "Learner", path: str | os.PathLike) -> None:
         raise InputError(f"{path}: cannot be written ({error}); nothing was changed") from None
 
 
-def load(learner: "Learner", path: str | os.PathLike, other_adamw: bool = False) -> None:
-    """Fills masters, optimizer state, step and lr. Everything is read and checked before the first value is taken.
-
-    other_adamw: resume although AdamW was computed by another torch or vector unit than here.
-    """
+def load(learner: "Learner", path: str | os.PathLike) -> None:
+    """Fills masters, optimizer state, step and lr. Everything is read and checked before the first value is taken."""
     try:
         with safe_open(named(path), framework="pt", device="cpu") as file:
             facts = _read_facts(path, file.metadata())
-            _refuse_differences(path, facts, _facts(learner), _MUST_MATCH | ({} if other_adamw else _ADAMW))
+            _refuse_differences(path, facts, _facts(learner))
+            learner.optimizer.make_state()
             _refuse_incomplete(path, facts, file, learner)
             _fill(learner, file, facts)
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path}: not a complete safetensors file ({error}); save it again") from None
+    if facts["format"] == OF_TORCH:
+        warnings.warn(f"{path}: torch's AdamW computed its updates; the next ones are {adamw.SPEC}'s", stacklevel=3)
 
 
 def _state(learner: "Learner") -> Iterator[tuple[str, Tensor]]:
-    """(name in the file, tensor) in the model's order; zeros for moments that do not exist before the first step."""
-    for name, master in learner.masters.items():
-        moments = learner.optimizer.state.get(master, {})
-        yield f"masters.{name}", master
-        for kind in ("exp_avg", "exp_avg_sq"):
-            yield f"{kind}.{name}", moments[kind] if kind in moments else torch.zeros_like(master)
+    """(name in the file, tensor) in the model's order."""
+    optimizer = learner.optimizer
+    for name, master in optimizer.masters.items():
+        for kind, tensor in zip(KINDS, (master, *optimizer.moments[name]), strict=True):
+            yield f"{kind}.{name}", tensor
 
 
 def _facts(learner: "Learner") -> dict[str, Any]:
-    group = learner.optimizer.param_groups[0]
-    settings = {key: group[key] for key in ("betas", "eps", "weight_decay")}
-    settings |= {key: getattr(learner, key) for key in ("max_grad_norm", "max_tokens_per_pack")}
+    limits = {key: getattr(learner, key) for key in ("max_grad_norm", "max_tokens_per_pack")}
     facts = {
         "format": FORMAT,
         "config": asdict(learner.model.config),
-        "spec": learner.model.spec.entries(),
-        "settings": settings,
+        "spec": learner.model.spec.entries() | update_entries(),
+        "settings": learner.optimizer.settings | limits,
         "frozen": {name: _digest(p) for name, p in learner.frozen.items()},
-        "adamw": _adamw(next(iter(learner.masters.values())).device),
     }
     return json.loads(json.dumps(facts))  # as a file gives it back: lists for tuples
-
-
-def _adamw(device: torch.device) -> dict[str, str]:
-    """What torch's AdamW runs on: its loops are compiled once a vector unit, and not all of them round alike."""
-    if device.type == "cpu":
-        return {"torch": str(torch.__version__), "unit": f"cpu {torch.backends.cpu.get_cpu_capability()}"}
-    return {"torch": str(torch.__version__), "unit": torch.cuda.get_device_name(device)}
 
 
 def _digest(parameter: Tensor) -> str:
@@ -115,9 +109,9 @@ def _read_facts(path: str | os.PathLike, metadata: dict[str, str] | None) -> dic
         facts = json.loads((metadata or {}).get("learner", "null"))
     except (ValueError, RecursionError):
         facts = None
-    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+    if not isinstance(facts, dict) or facts.get("format") not in (FORMAT, OF_TORCH):
         raise InputError(f"{path}: not a learner's checkpoint of format {FORMAT}; Learner.save writes one")
-    kinds = {"step": int, "lr": float, "tensors": list} | dict.fromkeys(_MUST_MATCH | _ADAMW, dict)
+    kinds = {"step": int, "lr": float, "tensors": list} | dict.fromkeys(_MUST_MATCH, dict)
     for key, kind in kinds.items():
         if type(facts.get(key)) is not kind:
             raise InputError(f"{path}: {key} is missing from its metadata or malformed; save it again")
@@ -127,13 +121,13 @@ def _read_facts(path: str | os.PathLike, metadata: dict[str, str] | None) -> dic
         raise InputError(f"{path}: step is {facts['step']}, expected 0 to {MAX_STEP}; save it again")
     if not 0 <= facts["lr"] < math.inf:
         raise InputError(f"{path}: lr is {facts['lr']}, expected a finite number of at least 0; save it again")
+    if facts["format"] == OF_TORCH:
+        facts["spec"] |= update_entries()
     return facts
 
 
-def _refuse_differences(
-    path: str | os.PathLike, saved: dict[str, Any], here: dict[str, Any], groups: dict[str, str]
-) -> None:
-    for group, advice in groups.items():
+def _refuse_differences(path: str | os.PathLike, saved: dict[str, Any], here: dict[str, Any]) -> None:
+    for group, advice in _MUST_MATCH.items():
         # The recipe first: which operators are in the spec follows from it.
         for key in sorted(saved[group].keys() | here[group].keys(), key=lambda key: (key != RECIPE, key)):
             a, b = (side[group].get(key, "absent") for side in (saved, here))
@@ -165,14 +159,6 @@ def _refuse_incomplete(path: str | os.PathLike, facts: dict[str, Any], file: Any
 
 def _fill(learner: "Learner", file: Any, facts: dict[str, Any]) -> None:
     values = {name: file.get_tensor(name) for name, _ in _state(learner)}  # a read may fail: nothing is changed yet
-    learner.optimizer.state.clear()
-    for name, master in learner.masters.items():
-        master.copy_(values[f"masters.{name}"])
-        if facts["step"]:
-            # torch counts a parameter's steps in an FP32 tensor, which bias correction reads.
-            learner.optimizer.state[master] = {
-                "step": torch.tensor(float(facts["step"]), dtype=torch.float32),
-                "exp_avg": values[f"exp_avg.{name}"].to(master.device),
-                "exp_avg_sq": values[f"exp_avg_sq.{name}"].to(master.device),
-            }
-    learner.step, learner.lr = facts["step"], facts["lr"]
+    learner.lr, learner.optimizer.step = facts["lr"], facts["step"]
+    for name, tensor in _state(learner):
+        tensor.copy_(values[name])

@@ -1,16 +1,15 @@
-"""Gradients by parameter name: summed over packs, measured, clipped. All sums have a fixed order.
+"""Gradients by parameter name: summed over packs and measured. All sums have a fixed order.
 
 sum       BF16 from the model, widened exactly; packs are added in FP32, one rounding each, in pack order
 norm      squares (exact) and sums in FP64: over a tensor a lane sum (lane l of 128 adds elements l, l + 128, ...
           in ascending order, then a halving tree), then tensor after tensor in the model's order; square root
-clipping  only if the norm exceeds the bound: g = fl(g * fl(bound / norm))
+clipping  only if the norm exceeds the bound: AdamW takes fl(g * clip), clip = bound / norm in FP64, rounded to FP32
 """
 
 import math
 from collections.abc import Iterable, Mapping
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -25,7 +24,7 @@ def accumulate(totals: dict[str, Tensor], parameters: Mapping[str, Parameter]) -
         if parameter.grad is not None:
             grad = parameter.grad.float()
             totals[name] = totals[name].add_(grad) if name in totals else grad
-    drop(parameters)
+            parameter.grad = None
 
 
 def drop(parameters: Mapping[str, Parameter]) -> None:
@@ -34,8 +33,10 @@ def drop(parameters: Mapping[str, Parameter]) -> None:
         parameter.grad = None
 
 
-def clip(totals: dict[str, Tensor], order: Mapping[str, Parameter], max_norm: float | None) -> float:
-    """Returns the global norm before clipping, and scales the totals in place if it exceeds max_norm.
+def measure(
+    totals: Mapping[str, Tensor], order: Mapping[str, Parameter], max_norm: float | None
+) -> tuple[float, float]:
+    """(the global norm, clip): what every gradient is to be multiplied by, 1 unless the norm exceeds max_norm.
 
     order: the names in the model's order; one without a gradient counts as zeros. Raises FloatingPointError, naming
     the first parameter whose gradient is not finite.
@@ -47,11 +48,7 @@ def clip(totals: dict[str, Tensor], order: Mapping[str, Parameter], max_norm: fl
             raise FloatingPointError(f"gradient of {name} is not finite; nothing was updated")
         total += square
     norm = math.sqrt(total)
-    if max_norm is not None and norm > max_norm:
-        scale = torch.tensor(max_norm / norm, dtype=torch.float32)
-        for grad in totals.values():
-            grad.mul_(scale.to(grad.device))
-    return norm
+    return norm, max_norm / norm if max_norm is not None and norm > max_norm else 1.0
 
 
 def _squares(tensors: list[Tensor]) -> Iterable[float]:

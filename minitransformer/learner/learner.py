@@ -1,24 +1,20 @@
 """The learner: scores completions and updates the model's weights in place, through the sampler's own operators.
 
-An update is: pack -> model -> logprob -> loss -> backward, pack after pack -> clip -> AdamW -> weights. Its roundings:
+An update is: pack -> model -> logprob -> loss -> backward, pack after pack -> norm -> AdamW -> weights. Its roundings:
 
     loss         the derivative of a token's loss (losses.py), FP32, divided by the number of tokens of the update
-    gradients    BF16 from the model; summed over packs, measured and clipped in gradients.py
-    masters      FP32, updated by torch.optim.AdamW with foreach=False, fused=False: one plain elementwise loop a
-                 tensor, whose bits follow neither the number of threads nor how parameters happen to be grouped.
-                 The one exception to "no arithmetic but ours": they follow torch's version and the GPU or the vector
-                 unit that torch picks on a CPU (ATEN_CPU_CAPABILITY overrides it), which a saved run records.
-    weights      BF16 of the masters, nearest even, written into the model's own storage; weights_version + 1
+    gradients    BF16 from the model; summed over packs and measured in gradients.py
+    masters      FP32, by adamw/1 (ops/adamw.py), which clips and writes the weights too
+    weights      BF16 of the masters, nearest even, in the model's own storage; weights_version + 1
 
-With the same packs, torch and vector unit or GPU an update repeats bit for bit. A GPU's gradients and their norm have
-the CPU's bits; its AdamW need not. Other packs change no log-prob, no loss and no token's weight in it, but a weight
-gradient is one chain over the tokens in packed order, so they may change a gradient's last bits.
+With the same packs an update has the same bits on every device, and so has a run that is saved on one and resumed on
+another. Other packs change no log-prob, no loss and no token's weight in it, but a weight gradient is one chain over
+the tokens in packed order, so they may change a gradient's last bits.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 from itertools import pairwise
 from os import PathLike
 
@@ -28,14 +24,15 @@ from torch import Tensor
 from minitransformer.devices import naming_memory
 from minitransformer.errors import InputError
 from minitransformer.integers import as_list
-from minitransformer.learner import adamw, arguments, checkpoint, gradients, scoring
+from minitransformer.learner import arguments, checkpoint, gradients, scoring
 from minitransformer.learner.losses import Loss, PolicyGradient, refuse_non_finite
 from minitransformer.learner.metrics import UpdateMetrics, metrics
+from minitransformer.learner.optimizer import Optimizer
 from minitransformer.learner.packing import Pack, Sample, pack, unpack
 from minitransformer.weights_stamp import WeightsStamp
 
 _LESS = "nothing was updated; lower max_tokens_per_pack, set recompute or freeze parameters"
-_TORN = "an update broke off in AdamW: some masters are new, the model's weights are not; load a saved run"
+_TORN = "an update broke off in AdamW: some masters and weights are new, others are not; load a saved run"
 
 
 class Learner:
@@ -65,37 +62,28 @@ class Learner:
         self.model, self.recompute = model, recompute
         self.max_grad_norm, self.max_tokens_per_pack = max_grad_norm, max_tokens_per_pack
         self.parameters, self.frozen = arguments.split(dict(model.named_parameters()), frozen)
-        self.step = 0
-        self._torn = False  # AdamW is writing the masters, or broke off
+        self.optimizer = Optimizer(self.parameters, lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        self._torn = False  # AdamW is writing masters and weights, or broke off
         self._written = self._stamp()
-        self._settings = (float(lr), betas, eps, weight_decay)
-        try:
-            self._adamw([torch.zeros(1, dtype=torch.float32)])  # refuses wrong settings now, not at the first update
-        except ValueError as e:
-            raise InputError(f"optimizer settings: {e}") from None
 
-    def _adamw(self, tensors: Iterable[Tensor]) -> torch.optim.AdamW:
-        return torch.optim.AdamW(tensors, *self._settings, foreach=False, fused=False)
-
-    @cached_property
+    @property
     def masters(self) -> dict[str, Tensor]:
-        """FP32 copies of the trained weights by name; made when first needed, since scoring needs none."""
-        return {name: p.detach().float() for name, p in self.parameters.items()}
+        """FP32 copies of the trained weights by name."""
+        return self.optimizer.masters
 
-    @cached_property
-    def optimizer(self) -> torch.optim.AdamW:
-        return self._adamw(self.masters.values())
+    @property
+    def step(self) -> int:
+        """How many updates the masters have seen."""
+        return self.optimizer.step
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next update; a schedule sets it."""
-        return self.optimizer.param_groups[0]["lr"]
+        """The learning rate of the next update; a schedule sets it. InputError unless finite and at least 0."""
+        return self.optimizer.lr
 
     @lr.setter
     def lr(self, value: float) -> None:
-        if not 0 <= value < math.inf:
-            raise InputError(f"learning rate {value} must be finite and at least 0")
-        self.optimizer.param_groups[0]["lr"] = float(value)
+        self.optimizer.lr = value
 
     def score(
         self,
@@ -133,7 +121,8 @@ class Learner:
         Raises InputError for a bad sample or activations that are not finite, naming the sequence and the position, and
         FloatingPointError for a loss or gradient that is not finite, naming the sample or the first such parameter;
         then masters, optimizer state and weights are what they were. So they are after an InputError for a GPU's
-        memory, unless it says that AdamW broke off.
+        memory. Only where something else breaks AdamW off (a signal, a GPU that fails) are they not; then this learner
+        refuses to go on before a saved run is loaded.
         """
         loss = PolicyGradient() if loss is None else loss
         samples = arguments.samples(samples)
@@ -141,7 +130,7 @@ class Learner:
         temperatures = arguments.temperatures([s.temperature for s in samples], len(samples))
         packs = self._pack([s.ids for s in samples], [s.prompt_len for s in samples])
         tokens = sum(s.completion_len for s in samples)
-        adamw.refuse_without_room(self.parameters, held=("masters" in vars(self)) + 2 * (self.step > 0))
+        self.optimizer.refuse_without_room()
         totals: dict[str, Tensor] = {}
         log_probs, outputs = {}, {}
         try:
@@ -155,10 +144,10 @@ class Learner:
                     grad_L = torch.cat([outputs[s].grad_L for s in one.sequences]) / tokens
                     log_probs_L.backward(grad_L.to(log_probs_L.device))
                     gradients.accumulate(totals, self.parameters)
-                norm = gradients.clip(totals, self.parameters, self.max_grad_norm)
+                norm, clip = gradients.measure(totals, self.parameters, self.max_grad_norm)
         finally:
             gradients.drop(self.parameters)
-        self._apply(totals)
+        self._apply(totals, clip)
         order = range(len(samples))
         done = [(samples[s], log_probs[s], outputs[s]) for s in order]
         return metrics(done, grad_norm=norm, packs=len(packs), step=self.step)
@@ -169,15 +158,14 @@ class Learner:
         self._refuse_torn()
         checkpoint.save(self, path)
 
-    def load(self, path: str | PathLike, other_adamw: bool = False) -> None:
+    def load(self, path: str | PathLike) -> None:
         """Takes up a saved run: masters, optimizer state, step, learning rate, and the model's weights from them.
 
         Raises InputError, naming the entry, if the file is damaged or belongs to another model, other frozen weights
-        or other settings; then nothing has changed. So it does if another version of torch or vector unit computed
-        its updates, whose last bits may then differ: other_adamw=True accepts that, and the resume is not exact.
+        or other settings; then nothing has changed.
         """
         self._refuse_replaced_parameters()
-        checkpoint.load(self, path, other_adamw)
+        checkpoint.load(self, path)
         self._torn = False
         self.write_weights()
 
@@ -227,13 +215,11 @@ class Learner:
         if self._torn:
             raise InputError(_TORN)
 
-    def _apply(self, totals: dict[str, Tensor]) -> None:
+    def _apply(self, totals: dict[str, Tensor], clip: float) -> None:
         with naming_memory("making masters and moments in FP32", _LESS):
-            adamw.complete(self.optimizer, self.masters, totals)
+            self.optimizer.make_state()
         self._torn = True
-        with naming_memory("AdamW", _TORN):
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.step += 1
-        self.write_weights()
+        self.model.weights_version += 1  # before the first write: caches of the old weights are stale from here
+        self.optimizer.apply(totals, clip)
+        self._written = self._stamp()
         self._torn = False

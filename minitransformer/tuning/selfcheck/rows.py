@@ -1,4 +1,4 @@
-"""What works row by row, draws, and the norm of the gradients."""
+"""What works row by row, draws, and what an update does: the norm of the gradients, AdamW."""
 
 import itertools
 from collections.abc import Iterator
@@ -7,7 +7,19 @@ from functools import partial
 import torch
 
 from minitransformer.learner import gradients
-from minitransformer.ops import dispatch, embedding, gpu, kv_store, logprob, rms_norm, rope, router, sample, swiglu
+from minitransformer.ops import (
+    adamw,
+    dispatch,
+    embedding,
+    gpu,
+    kv_store,
+    logprob,
+    rms_norm,
+    rope,
+    router,
+    sample,
+    swiglu,
+)  # fmt: skip
 from minitransformer.tuning.selfcheck.cases import (
     BF16,
     FP32,
@@ -154,7 +166,26 @@ def _sample(home: torch.device) -> Iterator[Pair]:
 @check("gradient norm")
 def _gradient_norm(home: torch.device) -> Iterator[Pair]:
     def run(*tensors):
-        totals = {str(i): x.clone() for i, x in enumerate(tensors)}
-        return gradients.clip(totals, totals, 1.0), *totals.values()
+        totals = {str(i): x for i, x in enumerate(tensors)}
+        return gradients.measure(totals, totals, 1.0)
 
-    yield both("three tensors", home, run, *(wide_fp32(normal(55 + i, n, 64)) for i, n in enumerate((1, 129, 70))))
+    for n in range(1, 18):
+        yield both(f"three tensors, {n}", home, run, *(wide_fp32(normal(55 + i, n + i * 70, 61)) for i in range(3)))
+
+
+@check("adamw")
+def _adamw(home: torch.device) -> Iterator[Pair]:
+    """Two updates, with a gradient and without; squares that overflow or vanish among the values."""
+
+    def run(*tensors, reached):
+        grad, *state = (x.clone() for x in tensors)
+        weight = torch.zeros_like(grad, dtype=BF16)
+        for t in (1, 2):
+            now = adamw.scalars(t, 1e-3, (0.9, 0.999), 1e-8, 0.1, clip=0.3)
+            adamw.adamw(weight, grad if reached else None, *state, now)
+        return weight, *state
+
+    for n, reached in itertools.product((1, 70, 1031), (True, False)):
+        grad, master, m = (wide_fp32(values(80 + i, n, 13)) for i in range(3))
+        what = f"{n} rows{'' if reached else ' without a gradient'}"
+        yield both(what, home, partial(run, reached=reached), grad, master, m, wide_fp32(values(83, n, 13)).abs())
