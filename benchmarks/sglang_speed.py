@@ -1,7 +1,7 @@
 """Output tokens a second of running SGLang servers, ours beside stock, log-probs returned.
 
   python benchmarks/sglang_speed.py run DIR ENGINE ... --layers N     adds runs to --file, the engines by turns
-  python benchmarks/sglang_speed.py table                             Markdown of that file, for docs/sglang.md
+  python benchmarks/sglang_speed.py table                             Markdown of that file, for docs/sglang_results.md
 
 ENGINE is kept in DIR by `alignment_tests.plugin.h200 keep`. A run is a batch of requests sent together, and the same
 with one new token, which gives the time to the first. An engine of ours is held to its laws before: one that differs
