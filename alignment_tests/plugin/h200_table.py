@@ -1,4 +1,4 @@
-"""Tables of docs/sglang_results.md, from the rows that `h200 laws` and `stock_h200 operators` wrote and what `align` printed.
+"""Tables of docs/sglang_results.md, from the rows of `h200 laws` and `stock_h200` and from what `align` printed.
 
   python3 -m alignment_tests.plugin.h200_table
 """

@@ -8,8 +8,8 @@
 --json FILE before the word adds the rows to a file, JSON lines.
 align, stages: MODEL is a checkpoint with ids up to 1,000, such as of `h200 make DIR wide`; each starts its server, that
 of stages has hooks in SGLang's own model (alignment_tests/plugin/dumping). operators: the same random inputs at the
-widths of Qwen3-30B-A3B (table in docs/sglang_results.md). packing: those widths too; 0 differing is what lets the learner pack
-as it likes.
+widths of Qwen3-30B-A3B (table in docs/sglang_results.md). packing: those widths too; 0 differing is what lets the
+learner pack as it likes.
 """
 
 import argparse
