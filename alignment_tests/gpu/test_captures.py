@@ -112,7 +112,7 @@ def failing(pool, mib: int = 0) -> None:
     """A capture that asks for memory and then for what no capture allows."""
     with pytest.raises(RuntimeError), capture.capture(torch.cuda.CUDAGraph(), pool):
         torch.empty(mib * MIB, dtype=torch.uint8, device="cuda")
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
 
 
 def kept() -> int:
@@ -170,7 +170,7 @@ def test_a_sampler_goes_on_after_a_capture_that_failed(monkeypatch):
     def forbidden(*args, **options):
         out = forward(*args, **options)
         if torch.cuda.is_current_stream_capturing():
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()
         return out
 
     with monkeypatch.context() as patch:
