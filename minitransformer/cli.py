@@ -1,5 +1,5 @@
 """The command `minitransformer`. Exit status: 0 done and nothing differs, 1 something differs or some requests
-failed, 2 bad input, 130 and 143 ended by Ctrl-C or SIGTERM.
+failed, 2 bad input, 130 and 143 ended by Ctrl-C or SIGTERM, 141 the reader of the output has gone (`| head`).
 
 Nothing here or in `commands` imports torch before a command runs, so that --help answers at once.
 """
@@ -18,7 +18,7 @@ from minitransformer.commands import align, compare, describe, doctor, generate,
 from minitransformer.errors import InputError, UnsupportedDevice
 
 COMMANDS = (align, generate, score, trace, compare, sync, quantize, recipes, describe, doctor)
-DIFFERS, BAD_INPUT, INTERRUPTED, TERMINATED = 1, 2, 130, 143
+BAD_INPUT, INTERRUPTED, UNREAD, TERMINATED = 2, 130, 141, 143
 
 
 class _Parser(argparse.ArgumentParser):
@@ -51,6 +51,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status; bad input is one line on stderr."""
+    for name in ("stdout", "stderr"):  # None if closed: print() would take the other one
+        setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
     args = parser().parse_args(argv)
     try:
         with _ending_on_sigterm():
@@ -62,9 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}; use --device cpu", file=sys.stderr)
         return BAD_INPUT
     except BrokenPipeError:
-        # The reader of our output has gone (`| head`); without this Python complains once more at exit.
+        # Without this Python complains once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BAD_INPUT
+        return UNREAD
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         print(f"error: {where}{error.strerror or error}", file=sys.stderr)

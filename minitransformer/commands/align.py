@@ -73,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
             on_token=lambda token: show.advance(),
             learner_model=learner_model,
         )
-    _print(common.console(), args, model, found)
-    common.write_json(args.json, to_json(args, model, found))
+    content = common.as_json(to_json(args, model, found))
+    common.report(args.json, content, lambda: _print(common.console(), args, model, found))
     failed = prompt_lines.report_failed(args.prompts, lines, found.completions)
     return 0 if found.equal and not failed else 1
 

@@ -79,11 +79,11 @@ def run(args: argparse.Namespace, learner_device: "torch.device | None") -> int:
                 stock_kernels=args.stock,
             )
     found = replace(found, seconds=started | found.seconds)
-    _print(args, model, found)
     server = {key: found.server.get(key) for key in ("version", "model_path")} | {"stock": found.stock}
     rescored = {"not_run": found.rescored} if isinstance(found.rescored, str) else vars(found.rescored)
     more = {"server": server, "rescored": rescored, "kernels": found.kernels, "why_own_kernels": found.why_own}
-    common.write_json(args.json, align.to_json(args, model, found) | more)
+    content = common.as_json(align.to_json(args, model, found) | more)
+    common.report(args.json, content, lambda: _print(args, model, found))
     return 0 if found.equal else 1
 
 

@@ -1,23 +1,20 @@
-"""What several commands share: options, loading, output files that appear whole or not at all, progress."""
+"""What several commands share: options, loading, names for what they write and show."""
 
 import argparse
-import json
-import math
 import sys
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minitransformer.commands.output import as_json, console, json_lines, report
 from minitransformer.commands.progress import progress
 from minitransformer.errors import InputError
 from minitransformer.files import check_output, write_text
 
-__all__ = ["check_output", "progress", "write_text"]  # which the commands use from here
+__all__ = ["as_json", "check_output", "console", "json_lines", "progress", "report", "write_text"]  # used from here
 
 if TYPE_CHECKING:
     import torch
-    from rich.console import Console
 
     from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
     from minitransformer.sampler.sequence import Completion, SamplingParams
@@ -43,6 +40,10 @@ def add_model(command: argparse.ArgumentParser) -> None:
         help="number format of the experts, quantised while loading; `minitransformer recipes` lists them "
         "(default: the checkpoint's own)",
     )
+    add_layers(command)
+
+
+def add_layers(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--layers",
         action="extend",
@@ -198,28 +199,6 @@ def check_stages(patterns: list[str] | None, model: "Qwen3MoeForCausalLM") -> No
             )
 
 
-def to_json(content: Any, indent: int | None = None) -> str:
-    """JSON proper: NaN and infinities, which it lacks, as strings."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, float) and not math.isfinite(value):
-            return str(value)
-        if isinstance(value, dict):
-            return {key: plain(v) for key, v in value.items()}
-        return [plain(v) for v in value] if isinstance(value, list | tuple) else value
-
-    return json.dumps(plain(content), indent=indent, ensure_ascii=False, allow_nan=False)
-
-
-def write_json(path: Path | None, content: Any) -> None:
-    if path is not None:
-        write_text(path, to_json(content, indent=1) + "\n")
-
-
-def json_lines(items: Iterable[Any]) -> str:
-    return "".join(to_json(item) + "\n" for item in items)
-
-
 def completion_dict(completion: "Completion") -> dict[str, Any]:
     return asdict(completion)
 
@@ -230,12 +209,3 @@ def one_line(ids: list[int], model: "Qwen3MoeForCausalLM", width: int = 60, end:
     if len(text) <= width:
         return text
     return "..." + text[3 - width :] if end else text[: width - 3] + "..."
-
-
-def console() -> "Console":
-    """Standard output: 100 columns at most; without a terminal there is no colour and no box."""
-    from rich.console import Console
-
-    out = Console(highlight=False)
-    out.width = min(out.width, 100) if out.is_terminal else 100
-    return out

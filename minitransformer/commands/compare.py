@@ -17,6 +17,7 @@ from minitransformer.errors import InputError
 
 if TYPE_CHECKING:
     from minitransformer.alignment.difference import StageResult
+    from minitransformer.alignment.trace import Trace
 
 SHOWN = 5  # lines about what was not compared; the JSON has all
 
@@ -31,7 +32,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     common.check_output(args.json, [args.a, args.b])
-    from minitransformer.alignment import report
     from minitransformer.alignment.compare import compare, first_divergence, left_out, nothing_compared, unlike_requests
     from minitransformer.alignment.trace import Trace
 
@@ -39,11 +39,35 @@ def run(args: argparse.Namespace) -> int:
     results = compare(a, b, any_spec=args.any_spec)
     if nothing_compared(results):
         raise InputError(f"{args.a} and {args.b} have no stage and row in common; nothing was compared")
-    console = common.console()
-    report.print_table(console, report.STAGE_COLUMNS, report.stage_rows(results, args.full))
-    console.print(report.stage_footnote(f"first ({args.a})", f"second ({args.b})"), markup=False, soft_wrap=True)
     unlike, worst = unlike_requests(a, b), first_divergence(results)
     missing = left_out(a, b, results)
+    equal = worst is None and not unlike and not missing
+    content = {
+        "equal": equal,
+        "first_diverging_stage": worst.stage if worst else None,
+        "unverified": {"a": a.unverified, "b": b.unverified},
+        "requests_with_other_ids": unlike,
+        "not_compared": missing,
+        "stages": [asdict(r) for r in results],
+    }
+    common.report(args.json, common.as_json(content), lambda: _print(args, a, b, results, unlike, missing))
+    return 0 if equal else 1
+
+
+def _print(
+    args: argparse.Namespace,
+    a: "Trace",
+    b: "Trace",
+    results: "list[StageResult]",
+    unlike: list[str],
+    missing: list[str],
+) -> None:
+    from minitransformer.alignment import report
+    from minitransformer.alignment.compare import first_divergence
+
+    console, worst = common.console(), first_divergence(results)
+    report.print_table(console, report.STAGE_COLUMNS, report.stage_rows(results, args.full))
+    console.print(report.stage_footnote(f"first ({args.a})", f"second ({args.b})"), markup=False, soft_wrap=True)
     for line in (*unlike, *(f"not compared: {line}" for line in missing[:SHOWN])):
         console.print(line, style="yellow", markup=False, soft_wrap=True)
     for path, one in ((args.a, a), (args.b, b)):
@@ -52,22 +76,10 @@ def run(args: argparse.Namespace) -> int:
     for line in report.first_values(worst) if worst else ():
         console.print(line, style="red", markup=False)
     equal = worst is None and not unlike and not missing
-    verdict = _verdict(results, len(unlike), len(missing))
-    if equal:
-        verdict = f"EQUAL: no element differs, in {len(results)} stages"
+    verdict = f"EQUAL: no element differs, in {len(results)} stages"
+    if not equal:
+        verdict = _verdict(results, len(unlike), len(missing))
     console.print(verdict, style="bold green" if equal else "bold red", soft_wrap=True)
-    common.write_json(
-        args.json,
-        {
-            "equal": equal,
-            "first_diverging_stage": worst.stage if worst else None,
-            "unverified": {"a": a.unverified, "b": b.unverified},
-            "requests_with_other_ids": unlike,
-            "not_compared": missing,
-            "stages": [asdict(r) for r in results],
-        },
-    )
-    return 0 if equal else 1
 
 
 def _verdict(results: "list[StageResult]", unlike: int, missing: int) -> str:

@@ -61,9 +61,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"{check.state:8} {check.name}: {check.text}", flush=True)
         found.append(check)
     failed = sum(check.state == "failed" for check in found)
-    print(f"{failed} of {len(found)} checks failed" if failed else "what this machine can run has the spec's bits")
-    found = origin() | {"seed": seed, "checks": [vars(check) for check in found]}
-    common.write_json(args.json, found | ({"candidates": candidates} if args.tune else {}))
+    verdict = f"{failed} of {len(found)} checks failed" if failed else "what this machine can run has the spec's bits"
+    content = origin() | {"seed": seed, "checks": [vars(check) for check in found]}
+    content |= {"candidates": candidates} if args.tune else {}
+    common.report(args.json, common.as_json(content), lambda: print(verdict))
     return 1 if failed else 0
 
 

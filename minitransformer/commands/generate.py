@@ -10,8 +10,12 @@ Example:
 """
 
 import argparse
+from typing import TYPE_CHECKING, Any
 
 from minitransformer.commands import common, prompt_lines
+
+if TYPE_CHECKING:
+    from minitransformer.sampler.sequence import Completion
 
 SOME_FAILED = 1
 
@@ -42,7 +46,14 @@ def run(args: argparse.Namespace) -> int:
             )
         except RequestError as error:
             completions = error.completions
-    console, why = common.console(), common.unverified(model.device)
+    why = common.unverified(model.device)
+    lines_of = (common.marked(common.completion_dict(completion), why) for completion in completions)
+    common.report(args.json, common.json_lines(lines_of), lambda: _print(model, completions, why))
+    return SOME_FAILED if prompt_lines.report_failed(args.prompts, lines, completions) else 0
+
+
+def _print(model: Any, completions: "list[Completion]", why: str | None) -> None:
+    console = common.console()
     if why:
         console.print(f"UNVERIFIED: {why}", markup=False, soft_wrap=True)
     for completion in completions:
@@ -54,7 +65,3 @@ def run(args: argparse.Namespace) -> int:
         )  # fmt: skip
         text = completion.text if completion.text is not None else " ".join(map(str, completion.token_ids))
         console.print(text, markup=False, soft_wrap=True)
-    if args.json is not None:
-        lines_of = (common.marked(common.completion_dict(completion), why) for completion in completions)
-        common.write_text(args.json, common.json_lines(lines_of))
-    return SOME_FAILED if prompt_lines.report_failed(args.prompts, lines, completions) else 0

@@ -42,14 +42,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         choices=("modelopt", "compressed-tensors"),
         help="file layout: modelopt (default; SGLang, TensorRT-LLM, vLLM) or compressed-tensors (SGLang, vLLM)",
     )
-    command.add_argument(
-        "--layers",
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="PATTERN=RECIPE",
-        help="another recipe for some layers, by number or pattern: 0=bf16, 'model.layers.1?.mlp.experts*=bf16'",
-    )
+    common.add_layers(command)
     common.add_json(command, "the error of every layer as JSON")
 
 
@@ -74,15 +67,15 @@ def run(args: argparse.Namespace) -> int:
             FORMATS[args.format],
             lambda layer: show.advance(),
         )
-    _print(errors)
     layers = len({e.layer for e in errors})
     left_out = f"; the experts of {sum(config.sparse_layers) - layers} layers stay BF16" if overrides else ""
-    print(f"{args.out}: {args.format}, {recipe.name}, experts of {layers} layers quantised{left_out}")
-    common.write_json(args.json, {"recipe": recipe.name, "format": args.format, "errors": [asdict(e) for e in errors]})
+    done = f"{args.out}: {args.format}, {recipe.name}, experts of {layers} layers quantised{left_out}"
+    content = {"recipe": recipe.name, "format": args.format, "errors": [asdict(e) for e in errors]}
+    common.report(args.json, common.as_json(content), lambda: _print(errors, done))
     return 0
 
 
-def _print(errors: "list[QuantisationError]") -> None:
+def _print(errors: "list[QuantisationError]", done: str) -> None:
     from minitransformer.alignment.report import print_table
 
     rows = [
@@ -99,3 +92,4 @@ def _print(errors: "list[QuantisationError]") -> None:
         for e in errors
     ]
     print_table(common.console(), COLUMNS, rows)
+    print(done)

@@ -57,8 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
     with common.progress() as show:
         report = sync(Learner(model), args.to, args.route, args.directory, args.timeout, show, args.backend)
-    _print(report)
-    common.write_json(args.json, asdict(report) | {"equal": report.equal})
+    common.report(args.json, common.as_json(asdict(report) | {"equal": report.equal}), lambda: _print(report))
     return 0 if report.equal else 1
 
 

@@ -1,0 +1,72 @@
+"""Standard streams that are closed, full, or whose reader goes away: what was computed is not lost, and the exit
+status does not say that something differs."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from alignment_tests.learner.tiny import tiny_model
+from minitransformer.commands import common
+from minitransformer.errors import InputError
+
+PROMPTS = 400  # whose lines are more than a pipe holds
+COMMANDS = {
+    "generate": "generate --model {0}/m --prompts {0}/p --max-new-tokens 1 --json {0}/out",
+    "align": "align --model {0}/m --prompts {0}/few --no-contrast --full --json {0}/out",
+    "compare": "compare {0}/trace {0}/trace --full --json {0}/out",
+    "quantize": "quantize --model {0}/m --out {0}/q --json {0}/out",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("streams")
+    tiny_model(num_layers=2, sparse_layers=(True, True)).save_pretrained(path / "m")
+    (path / "few").write_text('{"ids": [1, 2, 3]}\n')
+    (path / "p").write_text('{"ids": [1, 2, 3]}\n' * PROMPTS)
+    command("trace --model {0}/m --prompts {0}/few --out {0}/trace", path, stdout=subprocess.DEVNULL)
+    return path
+
+
+def command(line: str, folder, **streams) -> subprocess.CompletedProcess:
+    words = line.format(folder).split()
+    return subprocess.run([sys.executable, "-m", "minitransformer.cli", *words], timeout=300, **streams)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_reader_that_goes_away_takes_no_result_along(folder, name):
+    """As with `| head -1`: the file is there and whole, and 141 is neither "differs" (1) nor "bad input" (2)."""
+    (folder / "out").unlink(missing_ok=True)
+    words = COMMANDS[name].format(folder).split()
+    run = [sys.executable, "-m", "minitransformer.cli", *words]
+    with subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        _, err = process.communicate(timeout=300)
+    assert (process.returncode, err) == (141, b"")
+    text = (folder / "out").read_text()
+    lines = [json.loads(line) for line in text.splitlines()] if name == "generate" else [json.loads(text)]
+    assert len(lines) == (PROMPTS if name == "generate" else 1)
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", ">&- 2>&-"])
+@pytest.mark.parametrize("line, status", [("compare {0}/trace {0}/trace", 0), ("compare {0}/trace {0}/none", 2)])
+def test_closed_streams_change_no_exit_status(folder, closed, line, status):
+    words = [sys.executable, "-m", "minitransformer.cli", *line.format(folder).split()]
+    done = subprocess.run(f"{' '.join(words)} {closed}", shell=True, capture_output=True, timeout=300)
+    assert done.returncode == status
+    assert done.stdout == b"" or status == 0, "an error went to standard output, because stderr is closed"
+
+
+def test_a_command_with_progress_runs_without_stderr(folder):
+    words = f"{sys.executable} -m minitransformer.cli score --model {folder}/m --input {folder}/few 2>&-"
+    done = subprocess.run(words, shell=True, capture_output=True, timeout=300)
+    assert done.returncode == 0 and len(json.loads(done.stdout)["log_probs"]) == 2
+
+
+def test_a_file_that_cannot_be_written_leaves_the_screen(tmp_path):
+    shown = []
+    with pytest.raises(InputError, match="cannot be written"):
+        common.report(tmp_path / "none" / "file", "text", lambda: shown.append(1))
+    assert shown == [1]
