@@ -34,7 +34,8 @@ class Largest(TorchDispatchMode):
 
 def peak(call) -> int:
     """The larger of NumPy's most bytes at a time and PyTorch's most in one tensor, in the second call."""
-    call()  # compiles, and makes what stays
+    with Largest():  # PyTorch imports much at its first use
+        call()  # compiles, and makes what stays
     tracemalloc.start()
     try:
         with Largest() as largest:

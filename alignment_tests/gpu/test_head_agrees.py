@@ -62,3 +62,22 @@ def test_at_the_real_widths(L, monkeypatch):
     want = logprob(linear(h, w, torch.float32), ids, 0.7)
     for a, b in zip((got, *grads), (want, *torch.autograd.grad(want, (h, w), d)), strict=True):
         assert_bits_equal(a.detach(), b.detach(), f"{L} rows")
+
+
+def test_the_parts_fit_into_what_is_free(monkeypatch):
+    """Of 700 MiB that are free before the forward and again, beside dW, before the backward, no more is ever taken."""
+    L, free = 4096, 700 << 20
+    h, w, ids, d = operands(L)
+    temperatures = torch.full((L,), 0.7, device="cuda")
+    monkeypatch.setattr(scoring, "free_bytes", lambda device: free)
+
+    def run() -> None:
+        torch.autograd.grad(scoring.head(h, w, ids, temperatures), (h, w), d)
+
+    run()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    most = torch.cuda.max_memory_allocated() - before
+    assert free // 4 < most - 2 * V * D < free, f"{most / 2**20:.0f} MiB"

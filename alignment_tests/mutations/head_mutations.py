@@ -55,7 +55,7 @@ MUTATIONS = [
     _mutation("the target looked for in every part", _PARTS, logprob, "backward", _ids_of_the_first_part),
     _mutation("gradients of the logits truncated to BF16", _PARTS, logprob, "backward", _truncated),
     _mutation("parts that follow nothing but CHUNK_BYTES", "the parts follow what is free", scoring, "part_bytes",
-              lambda device: scoring.CHUNK_BYTES, check_what_is_free),
+              lambda device, beside=0: scoring.CHUNK_BYTES, check_what_is_free),
     _mutation("all columns at once in the backward", "nothing is as large as the logits", scoring, "STEP", 1 << 20,
               check_an_update),
 ]  # fmt: skip

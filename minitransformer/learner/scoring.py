@@ -28,9 +28,9 @@ LEAST_BYTES = 1 << 25  # below this a part's launches would take the time, and t
 PARTS_AT_ONCE = 4  # the logits, their gradient in BF16, a product's FP32, and one for what does not fit exactly
 
 
-def part_bytes(device: torch.device) -> int:
-    """Of the logits at a time: CHUNK_BYTES, and less on a GPU of which others leave little."""
-    return min(CHUNK_BYTES, max(LEAST_BYTES, free_bytes(device) // PARTS_AT_ONCE))
+def part_bytes(device: torch.device, beside: int = 0) -> int:
+    """Of the logits at a time: CHUNK_BYTES, less on a GPU of which others, and `beside` bytes, leave little."""
+    return min(CHUNK_BYTES, max(LEAST_BYTES, (free_bytes(device) - beside) // PARTS_AT_ONCE))
 
 
 def log_probs(model: Any, one: Pack, temperatures: Sequence[float], trace: Any, recompute: bool) -> Tensor:
@@ -95,7 +95,8 @@ class _Head(torch.autograd.Function):
         need_dh, need_dw = ctx.needs_input_grad[:2]
         V, dh_LD, dw_VD = weight_VD.shape[0], None, torch.empty_like(weight_VD) if need_dw else None
         # A step of dX's chain is not cut.
-        most = part_bytes(h_LD.device) // (4 * max(1, h_LD.shape[0]))
+        beside = 12 * h_LD.numel() * need_dh  # dX before and after a part in FP32, and rounded
+        most = part_bytes(h_LD.device, beside) // (4 * max(1, h_LD.shape[0]))
         columns = V if whole is not None else max(STEP, most // STEP * STEP)
         for first in range(0, V, columns):
             part = slice(first, first + columns)
