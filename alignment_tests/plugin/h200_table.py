@@ -12,7 +12,8 @@ from alignment_tests.plugin.stock_operators import HEADER, line
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results"
 CPU_LAWS = RESULTS / "cpu_sglang_laws.jsonl"
-LAWS, STOCK, GSM8K = (RESULTS / f"h200_sglang_{name}.jsonl" for name in ("laws", "stock", "gsm8k"))
+NAMES = "laws", "stock", "gsm8k", "prefill_graphs"
+LAWS, STOCK, GSM8K, GRAPHS = (RESULTS / f"h200_sglang_{name}.jsonl" for name in NAMES)
 MODELS = {"tiny": "tiny: 3 layers, hidden 256, 8 experts, top-2", "smol": "the demo checkpoint",
           "demo": "the demo checkpoint's sizes", "wide": "Qwen3-30B-A3B's widths, {} layers"}  # fmt: skip
 KINDS = {"bf16": "BF16", "nvfp4": "`nvfp4_per_token`", "packed": "packed NVFP4"}
@@ -25,15 +26,20 @@ def read(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def column(words: list[str]) -> str | None:
+    """Of an engine's VARIANTs, in any order; None: it has none. Some have no column: "other"."""
+    variants = {word for word in words if word in VARIANTS}
+    return next((one for one in COLUMNS if set(one.split("-")) == variants), "other") if variants else None
+
+
 def numbers(rows: list[dict]) -> dict[tuple, dict[str, list[int]]]:
     """(size, layers, kind, graphs) -> column -> [differing, compared]."""
     found: dict[tuple, dict[str, list[int]]] = {}
     for row in (row for row in rows if "law" in row):
         size, kind, *words = row["engine"].split("-")
-        variants = "-".join(word for word in words if word in VARIANTS)
-        column = variants or ("its long contexts" if row["law"].startswith("long") else "one engine")
+        where = column(words) or ("its long contexts" if row["law"].startswith("long") else "one engine")
         key = size, row.get("layers"), kind, "graphs" in words
-        cell = found.setdefault(key, {}).setdefault(column, [0, 0])
+        cell = found.setdefault(key, {}).setdefault(where, [0, 0])
         cell[0] += row["differing"]
         cell[1] += row["of"]
     return found
@@ -50,6 +56,20 @@ def laws_table(rows: list[dict]) -> Iterator[str]:
             shown.append(f"{differing} of {of:,} differ" if differing else f"{of:,}" if of else "")
         form = KINDS[kind] + ("" if graphs else ", no graphs")
         yield f"| {MODELS[size].format(layers)} | {form} | {' | '.join(shown)} |"
+
+
+def graphs_table(rows: list[dict]) -> Iterator[str]:
+    """Engines whose short prefills are graphs: numbers compared, and what came from graphs meanwhile."""
+    yield "| model | format | engine | numbers | differing | decode steps from graphs | prefills from graphs |"
+    yield "|---|---|---|---|---|---|---|"
+    for end in (row for row in rows if "decode_steps_from_graphs" in row):
+        size, kind, *words = end["engine"].split("-")
+        counts = [(row["differing"], row["of"]) for row in rows if "law" in row and row["engine"] == end["engine"]]
+        what = TITLES[COLUMNS.index(column(words) or "one engine")]
+        differing, of = map(sum, zip(*counts, strict=True))
+        replayed = end.get("prefills_from_graphs", "not counted")
+        cells = MODELS[size].format(end.get("layers")), KINDS[kind], what, f"{of:,}", differing
+        yield f"| {' | '.join(map(str, cells))} | {end['decode_steps_from_graphs']:,} | {replayed} |"
 
 
 def stock_table(rows: list[dict]) -> Iterator[str]:
@@ -101,6 +121,6 @@ def gsm8k_table(rows: list[dict]) -> Iterator[str]:
 
 if __name__ == "__main__":
     laws = read(LAWS)
-    tables = laws_table(laws), laws_table(read(CPU_LAWS)), syncs_table(laws), gsm8k_table(read(GSM8K))
-    for lines in (*tables, prefill_table(read(STOCK)), stock_table(read(STOCK))):
+    tables = laws_table(laws), graphs_table(read(GRAPHS)), laws_table(read(CPU_LAWS)), syncs_table(laws)
+    for lines in (*tables, gsm8k_table(read(GSM8K)), prefill_table(read(STOCK)), stock_table(read(STOCK))):
         print(*lines, "", sep="\n")

@@ -12,13 +12,13 @@ from minitransformer.errors import InputError
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE, SUMMARY = ((DOCS / name).read_text("utf-8") for name in ("sglang_results.md", "sglang.md"))
-GRAPHS = h200_table.RESULTS / "h200_sglang_prefill_graphs.jsonl"
 FILES = h200_table.LAWS, h200_table.CPU_LAWS, h200_table.STOCK, h200_table.GSM8K
 
 
 def test_the_page_says_what_the_results_say():
     laws, cpu, stock, gsm8k = map(h200_table.read, FILES)
     tables = [h200_table.laws_table(laws), h200_table.laws_table(cpu), h200_table.syncs_table(laws)]
+    tables += [h200_table.graphs_table(h200_table.read(h200_table.GRAPHS))]
     tables += [h200_table.prefill_table(stock), h200_table.stock_table(stock), h200_table.gsm8k_table(gsm8k)]
     for table in tables:
         lines = list(table)
@@ -38,7 +38,7 @@ def test_the_page_says_how_fast_the_runs_were():
 
 def test_nothing_differs():
     laws, cpu, stock, gsm8k = map(h200_table.read, FILES)
-    rows = laws + cpu + gsm8k + h200_table.read(GRAPHS) + [row for row in stock if "law" in row]
+    rows = laws + cpu + gsm8k + h200_table.read(h200_table.GRAPHS) + [row for row in stock if "law" in row]
     kinds = ("differing", "learner_differing", "unlike_stages")
     assert [row for row in rows if any(row.get(kind) for kind in kinds)] == []
     ours = [row for row in laws if row.get("in_process") and "route" in row]
@@ -51,8 +51,8 @@ def test_nothing_differs():
 
 
 def test_prefill_graphs():
-    numbers = sum(row["of"] for row in h200_table.read(GRAPHS) if "law" in row)
-    assert f"0 of {numbers:,} numbers differ" in PAGE
+    numbers = sum(row["of"] for row in h200_table.read(h200_table.GRAPHS) if "law" in row)
+    assert f"0 of {numbers:,} numbers differ" in PAGE and f"0 of {numbers:,} numbers" in SUMMARY
 
 
 def test_engines_of_other_weights_are_not_compared(monkeypatch):
