@@ -14,6 +14,7 @@ from alignment_tests.learner import (
     test_checkpoint,
     test_learner,
     test_losses,
+    test_masks,
     test_memory,
     test_model_gradient,
     tiny,
@@ -24,7 +25,7 @@ from minitransformer import ops
 from minitransformer.batch import Batch
 from minitransformer.devices import naming_memory
 from minitransformer.errors import InputError
-from minitransformer.learner import checkpoint, gradients, losses, optimizer, packing
+from minitransformer.learner import checkpoint, gradients, learner, losses, optimizer, packing
 from minitransformer.learner.learner import Learner
 from minitransformer.sampler.sampler import Sampler
 
@@ -151,6 +152,10 @@ def _check_damaged_facts() -> None:
         test_checkpoint._assert_same(test_checkpoint._state(one), before)
 
 
+def _all_count(self, where):
+    return torch.ones(self.completion_len, dtype=torch.bool)
+
+
 def _check_scores() -> None:
     test_learner.test_score_is_the_models_log_prob_of_each_next_token(tiny.tiny_model())
 
@@ -212,6 +217,8 @@ _SAME = "learner == sampler"
 _RESUME = "resume is exact"
 _PPO = "the clipped objective"
 _STEP = "an update is one AdamW step of the masters"
+_MASK = "a token that a mask leaves out has no part in an update"
+_MASKED = test_masks.test_a_mask_leaves_tokens_out_of_the_mean_and_its_gradient
 _STORAGE = test_learner.test_update_writes_rounded_masters_into_the_same_storage
 
 MUTATIONS = [
@@ -230,6 +237,8 @@ MUTATIONS = [
               _one_by_one, test_memory.check_unchanged),
     _mutation("moments of a parameter without a gradient stay", _STEP, optimizer, "adamw", _skips_without_a_gradient,
               test_learner.test_a_clipped_update_is_that_of_scaled_gradients),
+    _mutation("tokens that a mask leaves out count in the mean", _MASK, packing.Sample, "counted", _all_count, _MASKED),
+    _mutation("gradients of tokens left out", _MASK, learner, "counted", lambda output, mask_L, where: output, _MASKED),
     _mutation("weights updated twice", _STEP, Learner, "_apply", _two_steps, test_learner.test_adamw_by_hand),
     _mutation(
         "masters rounded to BF16 after a step", _STEP, Learner, "_apply", _no_masters,

@@ -1,6 +1,8 @@
-"""Settings of the process that must not move a bit: torch's default dtype, and flushed subnormals."""
+"""Settings of the process that must not move a bit: torch's default dtype, flushed subnormals, a fork."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,3 +78,22 @@ def test_flushed_subnormals_are_refused():
     finally:
         torch.set_flush_denormal(False)
     assert_bits_equal(swiglu(x), want)
+
+
+FORK = """
+import os, torch
+from minitransformer.ops.linear import linear
+torch.set_num_threads(2)
+x, w = torch.ones(64, 32).bfloat16(), torch.ones(48, 32).bfloat16()
+want = linear(x, w)
+child = os.fork()
+same = torch.equal(linear(x, w), want)
+if child:
+    same &= os.waitpid(child, 0)[1] == 0
+os._exit(not same)
+"""
+
+
+def test_a_forked_child_has_threads_of_its_own():
+    """With its parent's pool, whose threads it does not have, it would wait for ever."""
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], timeout=120).returncode == 0

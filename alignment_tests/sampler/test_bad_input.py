@@ -91,6 +91,19 @@ def test_bad_calls_of_generate_are_refused() -> None:
     assert sampler.abort(request).token_ids == []
 
 
+def test_numbers_of_numpy_are_numbers() -> None:
+    """Seeds come from generators of NumPy; what is kept are Python's, so that nothing wraps or warns later."""
+    got = SamplingParams(np.int64(3), np.float32(0.5), np.uint8(2), np.float64(0.9), np.int64(2**62), np.array([4, 5]))
+    want = SamplingParams(3, 0.5, 2, 0.9, 2**62, (4, 5))
+    assert got == want and repr(got) == repr(want)
+    assert SamplingParams(stop_token_ids=torch.tensor([4])).stop_token_ids == (4,)
+    sampler = Sampler(FakeModel(), np.int64(4), np.int32(50), np.int64(8), torch.tensor(3), True, np.uint8(2))
+    plain = Sampler(FakeModel(), 4, 50, 8, 3, True, 2)
+    assert sampler.generate([[4, 5]], got) == plain.generate([[4, 5]], want)
+    refuses("seed is np.float64(3.0)", SamplingParams, seed=np.float64(3))
+    refuses("top_p is np.True_", SamplingParams, top_p=np.bool_(True))
+
+
 def test_any_list_of_integers_is_a_prompt() -> None:
     """Tensors, arrays, tuples, ranges and generators of ids, and generators of prompts and parameters."""
     params = SamplingParams(3, ignore_eos=True)

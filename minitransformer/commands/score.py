@@ -14,6 +14,7 @@ Example:
 """
 
 import argparse
+import sys
 from dataclasses import fields
 from typing import Any
 
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
     SamplingParams(temperature=args.temperature)  # the same bounds as when sampling, told before a model is loaded
     model = common.load_model(args)
-    sequences, prompt_lens, numbers = read_sequences(args.input, model)
+    sequences, prompt_lens, numbers = read_sequences(args.input, model, args.temperature)
     from minitransformer.learner.learner import Learner
 
     with common.progress() as show, prompt_lines.naming_prompts(args.input, numbers):
@@ -67,18 +68,35 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_sequences(path: str, model: Any) -> tuple[list[list[int]], list[int], list[int]]:
-    """Ids of each line of a JSON-lines file, how many of them are prompt, and its number. InputError names the line."""
+def read_sequences(path: str, model: Any, temperature: float) -> tuple[list[list[int]], list[int], list[int]]:
+    """Ids of each line of a JSON-lines file, how many of them are prompt, and its number. InputError names the line.
+
+    A warning on stderr if lines of `generate` were sampled at another temperature: their log-probs will not be these.
+    """
     lines = read_text(path, f"{EXPECTED} on each line").split("\n")
     numbers = [i for i, line in enumerate(lines, 1) if line.strip()]
-    parsed = [_sequence(f"{path}:{i}", lines[i - 1], model) for i in numbers]
+    items = [parse_json(f"{path}:{i}", lines[i - 1]) for i in numbers]
+    parsed = [_sequence(f"{path}:{i}", item, model) for i, item in zip(numbers, items, strict=True)]
     if not parsed:
         raise InputError(f"{path}: holds no line; {EXPECTED} on each line")
+    _warn_of_other_temperatures(path, items, numbers, temperature)
     return [prompt + rest for prompt, rest in parsed], [len(prompt) for prompt, _ in parsed], numbers
 
 
-def _sequence(where: str, line: str, model: Any) -> tuple[list[int], list[int]]:
-    item = parse_json(where, line)
+def _warn_of_other_temperatures(path: str, items: list[dict], numbers: list[int], temperature: float) -> None:
+    from minitransformer.sampler.sequence import SamplingParams
+
+    wanted = SamplingParams(temperature=temperature).log_prob_of.split(",")[0]
+    said = [(i, str(item["log_prob_of"])) for i, item in zip(numbers, items, strict=True) if "log_prob_of" in item]
+    other = [(i, what.split(",")[0]) for i, what in said if what.split(",")[0] != wanted]
+    if other:
+        line, what = other[0]
+        what = f"{path}:{line}: its log-probs are of the {shown(what)}, --temperature {temperature:g} gives others"
+        more = f" ({len(other)} such lines)" if len(other) > 1 else ""
+        print(f"warning: {what}{more}", file=sys.stderr)
+
+
+def _sequence(where: str, item: Any, model: Any) -> tuple[list[int], list[int]]:
     from minitransformer.sampler.sequence import Completion
 
     form = next((form for form in FORMS if isinstance(item, dict) and item.keys() >= set(form)), None)

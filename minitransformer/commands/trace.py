@@ -99,7 +99,7 @@ def _sample(args: argparse.Namespace, model: Any, trace: Any, show: Any) -> tupl
 def _score(args: argparse.Namespace, model: Any, trace: Any, show: Any) -> tuple[list[Any], list[int]]:
     from minitransformer.learner.learner import Learner
 
-    sequences, prompt_lens, numbers = read_sequences(args.input, model)
+    sequences, prompt_lens, numbers = read_sequences(args.input, model, args.temperature)
     show("scoring")
     learner = Learner(model, max_tokens_per_pack=max(1024, max(map(len, sequences))))
     with prompt_lines.naming_prompts(args.input, numbers):

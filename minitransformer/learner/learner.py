@@ -25,7 +25,7 @@ from minitransformer.devices import naming_memory
 from minitransformer.errors import InputError
 from minitransformer.integers import as_list
 from minitransformer.learner import arguments, checkpoint, gradients, scoring
-from minitransformer.learner.losses import Loss, PolicyGradient, refuse_non_finite
+from minitransformer.learner.losses import Loss, PolicyGradient, counted
 from minitransformer.learner.metrics import UpdateMetrics, metrics
 from minitransformer.learner.optimizer import Optimizer
 from minitransformer.learner.packing import Pack, Sample, pack, unpack
@@ -116,10 +116,11 @@ class Learner:
         return found
 
     def update(self, samples: Sequence[Sample], loss: Loss | None = None) -> UpdateMetrics:
-        """One optimizer step on the token mean of the loss (default PolicyGradient()) over all samples.
+        """One optimizer step on the mean of the loss (default PolicyGradient()) over all samples' counted tokens.
 
-        Raises InputError for a bad sample or activations that are not finite, naming the sequence and the position, and
-        FloatingPointError for a loss or gradient that is not finite, naming the sample or the first such parameter;
+        Raises InputError for a bad sample, a loss that returns something else than losses.py says, or activations that
+        are not finite, naming the sequence and the position, and FloatingPointError for a loss or gradient that is not
+        finite, naming the sample or the first such parameter;
         then masters, optimizer state and weights are what they were. So they are after an InputError for a GPU's
         memory. Only where something else breaks AdamW off (a signal, a GPU that fails) are they not; then this learner
         refuses to go on before a saved run is loaded.
@@ -129,7 +130,10 @@ class Learner:
         self._refuse_foreign_weights()
         temperatures = arguments.temperatures([s.temperature for s in samples], len(samples))
         packs = self._pack([s.ids for s in samples], [s.prompt_len for s in samples])
-        tokens = sum(s.completion_len for s in samples)
+        masks = [sample.counted(f"sample {s}") for s, sample in enumerate(samples)]
+        tokens = sum(int(mask_L.sum()) for mask_L in masks)
+        if not tokens:
+            raise InputError("the masks of all samples leave no token to learn from; drop these samples")
         self.optimizer.refuse_without_room()
         totals: dict[str, Tensor] = {}
         log_probs, outputs = {}, {}
@@ -139,8 +143,8 @@ class Learner:
                     log_probs_L = self._log_probs(one, temperatures)
                     rows = log_probs_L.detach().cpu().split([b - a for a, b in pairwise(one.bounds)])
                     for s, lp_L in zip(one.sequences, rows, strict=True):
-                        log_probs[s], outputs[s] = lp_L, loss(lp_L, samples[s], f"sample {s}")
-                        refuse_non_finite(outputs[s], f"sample {s}")
+                        log_probs[s] = lp_L
+                        outputs[s] = counted(loss(lp_L.clone(), samples[s], f"sample {s}"), masks[s], f"sample {s}")
                     grad_L = torch.cat([outputs[s].grad_L for s in one.sequences]) / tokens
                     log_probs_L.backward(grad_L.to(log_probs_L.device))
                     gradients.accumulate(totals, self.parameters)
@@ -148,8 +152,7 @@ class Learner:
         finally:
             gradients.drop(self.parameters)
         self._apply(totals, clip)
-        order = range(len(samples))
-        done = [(samples[s], log_probs[s], outputs[s]) for s in order]
+        done = [(sample, log_probs[s], outputs[s]) for s, sample in enumerate(samples)]
         return metrics(done, grad_norm=norm, packs=len(packs), step=self.step)
 
     def save(self, path: str | PathLike) -> None:

@@ -7,8 +7,9 @@ Per token (lp: the learner's log-prob, old: the sampler's, ref: a reference's, A
                       r = exp(lp - old); low = 0.80, high = 1.28: PPO's clipped objective with DAPO's higher upper bound
                       k3 = exp(ref - lp) - (ref - lp) - 1: Schulman's non-negative estimate of KL(policy || reference)
 
-Normalisation: the loss of an update is the mean over all of its scored tokens (DAPO's token mean), sum / N with N
-counted over the whole update, so that how tokens fall into packs or samples does not change any token's weight.
+Normalisation: the loss of an update is the mean over all of its counted tokens (DAPO's token mean), sum / N with N
+counted over the whole update, so that how tokens fall into packs or samples does not change any token's weight. A
+sample's mask says which tokens count; the others have loss and derivative 0, whatever the loss said of them.
 
 Roundings: inputs are FP32; a token's arithmetic is FP64 and each output is rounded once to FP32, nearest even. The
 exponential is IEEE multiplies and adds in the order written here, so its bits do not depend on a maths library, and
@@ -20,13 +21,14 @@ Legend: L scored tokens of one sample, G samples of a prompt's group.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from minitransformer.errors import InputError
+from minitransformer.files import shown
 from minitransformer.learner.packing import Sample
 from minitransformer.ops.cpu import f32
 from minitransformer.ops.jit import jit
@@ -177,9 +179,28 @@ def _policy_gradient(lp, old, advantage, ref, low, high, kl_coef, loss, grad, ra
         kl[t] = x - e
 
 
-def refuse_non_finite(output: TokenLoss, where: str) -> None:
-    """FloatingPointError, naming the first token, for a loss or a derivative that is not finite."""
-    bad_L = ~(torch.isfinite(output.loss_L) & torch.isfinite(output.grad_L))
+def counted(output: TokenLoss, mask_L: Tensor, where: str) -> TokenLoss:
+    """What a loss said of a sample, for the tokens that its mask (bool [L]) counts: the others get zeros, and have no
+    place in the ratio and the KL.
+
+    Raises InputError for anything but a TokenLoss of FP32 [L] on the CPU, and FloatingPointError, naming the first
+    token, for a loss or a derivative that is not finite and counts.
+    """
+    if not isinstance(output, TokenLoss):
+        raise InputError(f"{where}: the loss returned {shown(output)}; return a TokenLoss")
+    for name in ("loss_L", "grad_L", "ratio_L", "kl_L"):
+        value = getattr(output, name)
+        if value is None and name in ("ratio_L", "kl_L"):
+            continue
+        fits = isinstance(value, Tensor) and value.dtype == torch.float32 and value.shape == mask_L.shape
+        if not fits or value.device.type != "cpu":
+            said = f"{value.dtype} {list(value.shape)} on {value.device}" if isinstance(value, Tensor) else shown(value)
+            raise InputError(f"{where}: {name} of its loss is {said}; return FP32 [{len(mask_L)}] on the CPU")
+    zero = torch.zeros((), dtype=torch.float32)
+    loss_L, grad_L = (torch.where(mask_L, value.detach(), zero) for value in (output.loss_L, output.grad_L))
+    bad_L = ~(torch.isfinite(loss_L) & torch.isfinite(grad_L))
     if bad_L.any():
         token = int(bad_L.nonzero()[0])
         raise FloatingPointError(f"{where}: loss of completion token {token} is not finite; nothing was updated")
+    ratio_L, kl_L = (None if value is None else value[mask_L] for value in (output.ratio_L, output.kl_L))
+    return replace(output, loss_L=loss_L, grad_L=grad_L, ratio_L=ratio_L, kl_L=kl_L)

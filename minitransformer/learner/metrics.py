@@ -13,12 +13,12 @@ from minitransformer.learner.packing import Sample
 class UpdateMetrics:
     """What an update did; sums over tokens are correctly rounded, so no metric but grad_norm depends on the packing.
 
-    loss                mean over the scored tokens, before the step
+    loss                mean over the counted tokens, before the step
     grad_norm           global norm before clipping
     clip_share          share of tokens whose importance ratio lies outside the loss's bounds; None without a ratio
-    max_log_prob_gap    largest |learner - sampler| in nats over samples with old_log_probs; None without any
+    max_log_prob_gap    largest |learner - sampler| in nats over counted tokens with old_log_probs; None without any
     kl                  mean k3 to the reference, nats a token; None without a reference
-    tokens, packs       scored tokens, forward passes
+    tokens, packs       counted tokens (those of the samples' masks), forward passes
     step                updates made so far, this one included
     """
 
@@ -34,11 +34,12 @@ class UpdateMetrics:
 
 def metrics(done: Sequence[tuple[Sample, Tensor, TokenLoss]], grad_norm: float, packs: int, step: int) -> UpdateMetrics:
     """done: (sample, its log-probs [L] FP32 before the step, its loss) in the given order."""
-    tokens = sum(len(lp_L) for _, lp_L, _ in done)
+    masks = [sample.counted("") for sample, _, _ in done]
+    tokens = sum(int(mask_L.sum()) for mask_L in masks)
     gaps = [
-        float((lp_L - sample.column("old_log_probs", "")).abs().max())
-        for sample, lp_L, _ in done
-        if sample.old_log_probs is not None
+        float((lp_L - sample.column("old_log_probs", ""))[mask_L].abs().max())
+        for (sample, lp_L, _), mask_L in zip(done, masks, strict=True)
+        if sample.old_log_probs is not None and mask_L.any()
     ]
     ratios = [out for _, _, out in done if out.ratio_L is not None]
     # Counted as "not inside", so that a NaN counts as outside.
@@ -47,9 +48,9 @@ def metrics(done: Sequence[tuple[Sample, Tensor, TokenLoss]], grad_norm: float, 
     return UpdateMetrics(
         loss=token_sum([out.loss_L for _, _, out in done]) / tokens,
         grad_norm=grad_norm,
-        clip_share=outside / sum(len(o.ratio_L) for o in ratios) if ratios else None,
+        clip_share=outside / max(1, sum(len(o.ratio_L) for o in ratios)) if ratios else None,
         max_log_prob_gap=max(gaps) if gaps else None,
-        kl=token_sum(kls) / sum(len(kl_L) for kl_L in kls) if kls else None,
+        kl=token_sum(kls) / max(1, sum(len(kl_L) for kl_L in kls)) if kls else None,
         tokens=tokens,
         packs=packs,
         step=step,

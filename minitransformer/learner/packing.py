@@ -16,6 +16,7 @@ from torch import Tensor
 
 from minitransformer.batch import Batch
 from minitransformer.errors import InputError, RowError
+from minitransformer.files import shown
 from minitransformer.integers import as_list, integer, listed
 
 
@@ -29,6 +30,8 @@ class Sample:
     old_log_probs   nats, one a completion token, of the policy that sampled it, at the same temperature; or None
     ref_log_probs   nats, one a completion token, of the reference of a KL term; or None
     temperature     the logits are divided by it, as the sampler divided them
+    mask            1 or 0 a completion token; 0: no part in the loss, its mean or the metrics (a tool's answer between
+                    two turns, whose old_log_probs can be 0). None counts all
     """
 
     ids: Sequence[int]
@@ -37,6 +40,7 @@ class Sample:
     old_log_probs: Sequence[float] | None = None
     ref_log_probs: Sequence[float] | None = None
     temperature: float = 1.0
+    mask: Sequence[bool] | None = None
 
     def __post_init__(self) -> None:
         ids = listed(self.ids)
@@ -46,6 +50,15 @@ class Sample:
     @property
     def completion_len(self) -> int:
         return len(self.ids) - self.prompt_len
+
+    def counted(self, where: str) -> Tensor:
+        """The mask as bool [completion_len]. where: for errors."""
+        mask_L = self.column("mask", where)
+        if mask_L is None:
+            return torch.ones(self.completion_len, dtype=torch.bool)
+        if not ((mask_L == 0) | (mask_L == 1)).all():
+            raise InputError(f"{where}: mask is {shown(self.mask)}; give 1 or 0 a completion token")
+        return mask_L.bool()
 
     def column(self, field: str, where: str) -> Tensor | None:
         """A per-token field as FP32 [completion_len], a single value repeated; None stays None. where: for errors."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from os import register_at_fork
 
 import numpy as np
 import torch
@@ -43,6 +44,9 @@ def i64(tensor: torch.Tensor) -> np.ndarray:
 @lru_cache(maxsize=4)
 def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="minitransformer")
+
+
+register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of the threads, and would wait for them for ever
 
 
 def parallel(kernel: Callable, n: int, *args, grain: int = 1) -> None:

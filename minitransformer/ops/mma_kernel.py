@@ -22,7 +22,7 @@ ODD = 8000  # "exponent" of NaN and infinity: any sum with it, even with ZERO, e
 NO_TERM = -2000
 LOWEST, HIGHEST = 254 - 101, 254 + 125  # range of E (biased twice) in which FP32 holds every scale and every result
 
-I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
 class Vec:

@@ -53,13 +53,14 @@ class Sampler:
         max_sequences: int = 64,
         cuda_graphs: bool = True,
     ) -> None:
-        sizes = dict(page_size=page_size, max_batch_tokens=max_batch_tokens, chunk_size=chunk_size)
-        for name, value in (sizes | dict(max_sequences=max_sequences)).items():
-            require_int(name, value, 1)
+        page_size = require_int("page_size", page_size, 1)
+        max_batch_tokens = require_int("max_batch_tokens", max_batch_tokens, 1)
+        chunk_size = require_int("chunk_size", chunk_size, 1)
+        max_sequences = require_int("max_sequences", max_sequences, 1)
         config = model.config
         if num_pages is None:
             num_pages = default_num_pages(config, page_size, config.max_positions, max_sequences)
-        require_int("num_pages", num_pages, 1)
+        num_pages = require_int("num_pages", num_pages, 1)
         self.model = model
         graphs = cuda_graphs and torch.device(model.device).type == "cuda"
         self.cache = KVCache(config, num_pages, page_size, model.device, spare_pages(max_sequences) if graphs else 0)

@@ -1,10 +1,11 @@
 """A request: what was asked (SamplingParams), how far it is (Sequence), and what came out (NewToken, Completion)."""
 
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any
 
 from minitransformer.errors import InputError
+from minitransformer.integers import integer, listed
 
 SEED_LIMIT = 1 << 63
 
@@ -39,20 +40,24 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        require_int("max_new_tokens", self.max_new_tokens, 1)
-        require_int("top_k", self.top_k, 0, "0 means no limit")
-        require_int("seed", self.seed, 0)
+        stops = listed(self.stop_token_ids)
+        if stops is None:
+            raise InputError(f"stop_token_ids is {self.stop_token_ids!r}: give a tuple of token ids")
+        plain: dict[str, Any] = {
+            "max_new_tokens": require_int("max_new_tokens", self.max_new_tokens, 1),
+            "top_k": require_int("top_k", self.top_k, 0, "0 means no limit"),
+            "seed": require_int("seed", self.seed, 0),
+            "stop_token_ids": tuple(require_int("stop_token_ids", token_id, 0) for token_id in stops),
+        }
         if self.seed >= SEED_LIMIT:
             raise InputError(f"seed is {self.seed}: give an integer below 2**63")
         if not _is_number(self.temperature) or not (self.temperature == 0 or 1e-6 <= self.temperature <= 1e6):
             raise InputError(f"temperature is {self.temperature!r}: give a number from 1e-6 to 1e6, or 0 for greedy")
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
             raise InputError(f"top_p is {self.top_p!r}: give a number above 0 and at most 1, where 1 means no limit")
-        if isinstance(self.stop_token_ids, str) or not isinstance(self.stop_token_ids, SequenceOf):
-            raise InputError(f"stop_token_ids is {self.stop_token_ids!r}: give a tuple of token ids")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        for token_id in self.stop_token_ids:
-            require_int("stop_token_ids", token_id, 0)
+        plain |= {name: float(getattr(self, name)) for name in ("temperature", "top_p")}
+        for name, value in plain.items():  # of NumPy's kinds too: what follows computes with Python's
+            object.__setattr__(self, name, value)
 
     @property
     def greedy(self) -> bool:
@@ -186,11 +191,13 @@ class RequestError(InputError):
         self.completions = completions
 
 
-def require_int(name: str, value: Any, minimum: int, note: str = "") -> None:
-    """Raises InputError unless value is an integer (no bool) of at least minimum."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+def require_int(name: str, value: Any, minimum: int, note: str = "") -> int:
+    """The value as a Python integer; InputError unless it is one (of any kind, no bool) of at least minimum."""
+    found = integer(value)
+    if found is None or found < minimum:
         raise InputError(f"{name} is {value!r}: give an integer of at least {minimum}{note and ', where ' + note}")
+    return found
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)

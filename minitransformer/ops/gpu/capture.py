@@ -39,4 +39,4 @@ def close(device: int, pool: Any) -> None:
     # The generator leaves a capture at the end of one that succeeds. The error on its way out says more than one here.
     with suppress(RuntimeError), torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream()):
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            torch.zeros(1, device="cuda")
+            torch.zeros(1, dtype=torch.int32, device="cuda")

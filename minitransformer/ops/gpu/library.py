@@ -75,12 +75,3 @@ def mm(a_MK: Tensor, b_KN: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> T
     if found.library is None or not aligned(a_MK, b_KN):
         return None
     return DENSE[found.library](a_MK, b_KN, out_dtype)
-
-
-def grouped_mm(x_RK: Tensor, w_ENK: Tensor, bounds_E1: Tensor) -> Tensor | None:
-    """Each expert's rows times its weight, as `mm`; bounds int64 [E + 1]."""
-    (R, K), (E, N, _) = x_RK.shape, w_ENK.shape
-    found = choice.of(x_RK.device, Product("grouped_linear", E, N, K), R)
-    if found.library is None or not aligned(x_RK, w_ENK):
-        return None
-    return GROUPED[found.library](x_RK, w_ENK.transpose(1, 2), bounds_E1)
