@@ -24,6 +24,8 @@ def line(row: dict) -> str:
                     (("tflops", 0, "TF/s"), ("tb_s", 2, "TB/s")) if key in row)  # fmt: skip
     bits = f" torch bits {row['torch_differs']}" if "torch_differs" in row else ""
     fixed += f" batched {row['batched_ms'] / row['ms']:5.2f}" if "batched_ms" in row else ""
+    peers = [name for name in ("loop", "copy") if f"{name}_ms" in row]
+    fixed += "".join(f" {name} {row[f'{name}_ms'] / row['ms']:5.2f}" for name in peers)
     best = f" best {row['torch_ms'] / row['best'][1]:5.2f} {row['best'][0].replace(' ', '')}" if "best" in row else ""
     return (
         f"{row['shape']:14} {row['M']!s:>9} wrong {row['wrong']} {row['ms']:8.4f} ms {rate} ratio "
@@ -33,7 +35,7 @@ def line(row: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    every = ["dense", "odd", "grouped", "pipeline", "prefill", "decode", "rows"]
+    every = ["dense", "odd", "grouped", "pipeline", "prefill", "decode", "rows", "adamw"]
     parser.add_argument("--ops", nargs="+", default=every)
     parser.add_argument("--out", type=Path, help="folder for gpu_ops.jsonl, every schedule's time")
     parser.add_argument("--every", action="store_true", help="of products: the time of every schedule, for `best`")
@@ -42,7 +44,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("no CUDA device: nothing measured")
         return
-    from gpu_bench import attend, gradients, pipeline, products, quantised
+    from gpu_bench import attend, gradients, optimizer, pipeline, products, quantised
     from gpu_bench import rows as row_ops
     from gpu_bench.timing import geometric_mean
 
@@ -55,6 +57,7 @@ def main() -> None:
     sources = {op: partial(getattr(products, op), every=args.every) for op in ("dense", "grouped")}
     sources |= {"odd": products.odd, "prefill": attend.prefill, "decode": attend.decode, "rows": row_ops.rows}
     sources |= {"fp4": quantised.products, "experts": quantised.experts, "quantise": quantised.quantisers}
+    sources |= {"adamw": optimizer.optimizer}
     sources |= {"gradients": gradients.gradients, "pipeline": pipeline.pipeline}
     begin, rows = time.monotonic(), []
     for op in args.ops:

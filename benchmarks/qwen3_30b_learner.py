@@ -2,10 +2,10 @@
 
 Random weights with realistic norms are made on the device. Three parts, each with its peak memory:
 
-    bits      one layer, few tokens: how many elements of the gradients differ from the CPU reference's
+    bits      an update of one layer, few tokens: how many elements of gradients and masters differ from the CPU's
     backward  forward, loss and backward at as many of the 48 layers as memory holds (weights and BF16 gradients: 4
               bytes a parameter), layers recomputed, twice: the two runs' gradients must have the same bits
-    update    whole updates (FP32 sums, masters and moments: 20 bytes a parameter) at as many layers as fit
+    update    whole updates (with FP32 sums, masters and moments 18 bytes a parameter) at as many layers as fit
 """
 
 import argparse
@@ -38,7 +38,7 @@ def layers_that_fit(bytes_each: int, tokens: int, scored: int, free: int, most: 
     layer, rest = parameters(config(1))
     kept = 2 * 2 * tokens * config().hidden_size  # a layer's two inputs, BF16
     head = 2 * CHUNK_BYTES + 6 * scored * config().hidden_size  # parts of logits and gradient; dX twice
-    largest = layer * (bytes_each > 4) * 4  # temporaries of AdamW's loop over the largest tensor
+    largest = layer * (bytes_each > 4) * 2  # the BF16 gradient of the largest tensor beside its FP32 sum
     return max(1, min(most, int((free - SPARE - head - largest - rest * bytes_each) // (layer * bytes_each + kept))))
 
 
@@ -71,8 +71,8 @@ def checksums(model) -> list[int]:
     return torch.stack(found).tolist()
 
 
-def check_bits() -> int:
-    """Elements of the gradients of one layer and of the head that differ from the CPU's."""
+def check_bits() -> dict:
+    """An update of one layer and the head: elements of the gradients, and of the masters, that are not the CPU's."""
     from minitransformer.learner.learner import Learner
     from minitransformer.learner.losses import nll
     from minitransformer.models.qwen3_moe.model import Qwen3MoeForCausalLM
@@ -82,11 +82,13 @@ def check_bits() -> int:
     cpu.load_state_dict(gpu.state_dict())
     caught = []
     for model in (gpu, cpu):
-        learner, found = Learner(model, lr=0.0, max_grad_norm=None), {}
-        learner._apply = lambda totals, clip, found=found: found.update(totals)
+        learner, sums = Learner(model, lr=1e-3), {}
+        apply = learner._apply
+        learner._apply = lambda totals, clip, sums=sums, apply=apply: (sums.update(totals), apply(totals, clip))
         learner.update(samples(40, 20, 8, min(512, gpu.config.vocab_size)), nll)
-        caught.append(found)
-    return sum(int((caught[0][n].cpu().view(torch.int32) != g.view(torch.int32)).sum()) for n, g in caught[1].items())
+        caught.append((sums, learner.masters))
+    return {name: sum(int((ours[n].cpu().view(torch.int32) != x.view(torch.int32)).sum()) for n, x in theirs.items())
+            for name, ours, theirs in zip(("differing", "masters_differing"), *caught, strict=True)}  # fmt: skip
 
 
 def backward(layers: int, args) -> dict:
@@ -161,9 +163,9 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()
         if part == "bits":
-            found[part] = {"differing": check_bits()}
+            found[part] = check_bits()
         else:
-            size = 4 if part == "backward" else 20
+            size = 4 if part == "backward" else 18
             layers = args.layers or layers_that_fit(size, args.tokens, args.scored, torch.cuda.mem_get_info()[0])
             print(f"{part}: {layers} layers, {args.tokens} tokens", flush=True)
             found[part] = (backward if part == "backward" else update)(layers, args)
