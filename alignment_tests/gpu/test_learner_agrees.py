@@ -1,10 +1,13 @@
 """The learner on the GPU has the CPU's bits: gradients, loss and norm, whole updates, and runs that change devices."""
 
+import json
+
 import pytest
 import torch
 
 from alignment_tests import inputs
 from alignment_tests.bits import assert_bits_equal
+from alignment_tests.goldens import digest, updates
 from alignment_tests.gpu.test_model_agrees import DEMO, LAYER
 from alignment_tests.gpu.values import agree
 from alignment_tests.learner.tiny import tiny_model
@@ -58,6 +61,12 @@ def models(name: str):
     for model in (cpu, gpu):
         model.set_recipe(get(recipe.split()[0]).with_backward((*recipe.split(), "bf16")[1]))
     return cpu, gpu.to("cuda"), samples_of(cpu, lengths), tokens
+
+
+@pytest.mark.parametrize("name", updates.CASES)
+def test_known_answer(name):
+    """Three whole updates, as every CPU computes them."""
+    assert digest(updates.CASES[name]("cuda")) == json.loads(updates.FILE.read_text())[name]
 
 
 @pytest.mark.parametrize("name", MODELS)
