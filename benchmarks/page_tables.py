@@ -211,6 +211,11 @@ def headline(old: Cells) -> Cells:
     return made
 
 
+def adamw(old: Cells) -> Cells:
+    return [[f"{r['M']:,}", f"{r['ms']:.3f}", f"{r['tb_s']:.2f}", *(f"{r[f'{peer}_ms'] / r['ms']:.2f}" for peer in
+             ("torch", "loop", "copy"))] for r in rows("adamw")]  # fmt: skip
+
+
 def origins(old: Cells) -> Cells:
     """Which run a number is of: rows by file, day and sources."""
     found: dict[tuple, Counter] = {}
@@ -229,5 +234,5 @@ TABLES: dict[str, Callable[[Cells], Cells]] = {
     "pipeline": pipeline, "experts": same("experts", 1, NVFP4), "quantise": quantise, "prefill": same("prefill"),
     "decode": same("decode", 1), "rows": same("rows"), "whole": whole, "steps": steps, "host": host, "layer": layer,
     "layer parts": lambda old: body(tables.SHOWN["layer"](read("h200_gpu_ops.jsonl"))), "gradients": same("gradients"),
-    "learner": learner, "head": head, "align": align, "dense floors": same("dense"), "origins": origins,
+    "learner": learner, "head": head, "adamw": adamw, "align": align, "dense floors": same("dense"), "origins": origins,
 }  # fmt: skip

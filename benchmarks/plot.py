@@ -29,8 +29,8 @@ def read(files: list[Path]) -> dict[str, dict[str, dict]]:
         for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
             try:
                 row = json.loads(text)
-                if row["bench"] == "odd" or "torch_ms" not in row:
-                    continue  # places of its own for each line, or a row without a peer
+                if row["bench"] in ("odd", "adamw") or "torch_ms" not in row:
+                    continue  # places of its own for each line, two points, or a row without a peer
                 ratios = {row["bench"]: row["torch_ms"] / row["ms"]}
                 if "fixed_ms" in row:
                     ratios[row["bench"] + "_fixed"] = row["fixed_ms"] / row["ms"]
