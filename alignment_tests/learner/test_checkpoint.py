@@ -13,7 +13,6 @@ from alignment_tests.learner.tiny import random_samples, tiny_model
 from minitransformer.errors import InputError
 from minitransformer.learner import checkpoint
 from minitransformer.learner.learner import Learner
-from minitransformer.ops import adamw
 
 FROZEN = ("layers.*.attn.qkv.weight",)
 
@@ -217,35 +216,6 @@ def test_damaged_content_is_refused_and_nothing_changes(saved, tmp_path, damage,
         learner.load(tmp_path / "bad")
     _assert_same(_state(learner), before)
     assert learner.step == 0 and learner.lr == 1e-3
-
-
-def test_another_adamw_is_refused_by_name(saved, monkeypatch):
-    monkeypatch.setattr(adamw, "SPEC", "adamw/999")
-    with pytest.raises(InputError, match="spec differs: ops.adamw is adamw/1 in the file and adamw/999 here"):
-        _learner().load(saved[0])
-
-
-def test_nothing_of_a_machine_is_in_a_file(saved, monkeypatch):
-    """So that a run resumes anywhere: on another torch, vector unit or device."""
-    assert torch.__version__ not in json.dumps(_read(saved[0])[1])
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "VSX")
-    monkeypatch.setattr(torch, "__version__", "9.9.0")
-    learner = _learner()
-    learner.load(saved[0])
-    _assert_same(_state(learner), saved[1])
-
-
-def test_a_run_that_torchs_adamw_computed_is_taken_up_with_a_warning(saved, tmp_path):
-    tensors, facts = _read(saved[0])
-    del facts["spec"]["ops.adamw"]
-    old = {"format": "minitransformer-learner/2", "adamw": {"torch": "2.11.0", "unit": "cpu AVX512"}}
-    save_file(tensors, tmp_path / "old", metadata={"learner": json.dumps(facts | old)})
-    learner = _learner()
-    with pytest.warns(UserWarning, match="old: torch's AdamW computed its updates; the next ones are adamw/1's"):
-        learner.load(tmp_path / "old")
-    _assert_same(_state(learner), saved[1])
-    learner.save(tmp_path / "new")
-    assert (tmp_path / "new").read_bytes() == saved[0].read_bytes()
 
 
 def test_a_file_that_is_no_checkpoint(saved, tmp_path):

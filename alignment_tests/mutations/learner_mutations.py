@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -15,17 +14,14 @@ from alignment_tests.learner import (
     test_learner,
     test_losses,
     test_masks,
-    test_memory,
     test_model_gradient,
     tiny,
 )
 from alignment_tests.learner.test_loop import sample_score_update
 from alignment_tests.mutations import Mutation, patched
-from minitransformer import ops
 from minitransformer.batch import Batch
-from minitransformer.devices import naming_memory
 from minitransformer.errors import InputError
-from minitransformer.learner import checkpoint, gradients, learner, losses, optimizer, packing
+from minitransformer.learner import checkpoint, gradients, learner, losses, packing
 from minitransformer.learner.learner import Learner
 from minitransformer.sampler.sampler import Sampler
 
@@ -64,25 +60,6 @@ def _without_moments(one, file, facts):
 def _rounded_masters(tensors, *args, **kwargs):
     rounded = {n: t.bfloat16().float() if n.startswith("masters.") else t for n, t in tensors.items()}
     _save_file(rounded, *args, **kwargs)
-
-
-def _one_by_one(self, totals, clip):
-    one = self.optimizer
-    now = ops.adamw.scalars(one.step + 1, one.lr, clip=clip, **one.settings)
-    with naming_memory("making masters and moments in FP32", "nothing was updated; lower max_tokens_per_pack"):
-        for name, master in one.masters.items():
-            one.moments[name] = optimizer.torch.zeros_like(master), optimizer.torch.zeros_like(master)
-            ops.adamw.adamw(self.parameters[name].detach(), totals.get(name), master, *one.moments[name], now)
-
-
-def _skips_without_a_gradient(weight, grad, *state):
-    if grad is not None:
-        ops.adamw.adamw(weight, grad, *state)
-
-
-def _two_steps(self, totals, clip):
-    _apply(self, totals, clip)
-    _apply(self, totals, clip)
 
 
 def _no_masters(self, totals, clip):
@@ -185,18 +162,6 @@ def _check_resume() -> None:
     test_checkpoint._assert_same(test_checkpoint._state(resumed), test_checkpoint._state(straight))
 
 
-def _check_other_adamw() -> None:
-    """A run of another version of AdamW is not resumed as if its updates had the same bits here."""
-    with tempfile.TemporaryDirectory() as folder:
-        with mock.patch.object(ops.adamw, "SPEC", "adamw/999"):
-            test_checkpoint._learner().save(Path(folder) / "run")
-        try:
-            test_checkpoint._learner().load(Path(folder) / "run")
-        except InputError:
-            return
-    raise AssertionError("resumed with another AdamW")
-
-
 def _check_replaced() -> None:
     """A learner whose model has another parameter by now says so before it updates the old one."""
     model = tiny.tiny_model()
@@ -229,17 +194,11 @@ MUTATIONS = [
     _mutation("resume loses the moments", _RESUME, checkpoint, "_fill", _without_moments, _check_resume),
     _mutation("a file half applied", "all or nothing", checkpoint, "_read_facts", _applied_before_it_is_checked,
               _check_damaged_facts),
-    _mutation("resume with another AdamW", _RESUME, checkpoint, "update_entries", dict, _check_other_adamw),
     _mutation("a replaced parameter is not looked for", "the masters are the model's", Learner,
               "_refuse_replaced_parameters", lambda self: None, _check_replaced),
     _mutation("masters saved in BF16", _RESUME, checkpoint, "save_file", _rounded_masters, _check_resume),
-    _mutation("moments made while weights are written", "an update is whole or not at all", Learner, "_apply",
-              _one_by_one, test_memory.check_unchanged),
-    _mutation("moments of a parameter without a gradient stay", _STEP, optimizer, "adamw", _skips_without_a_gradient,
-              test_learner.test_a_clipped_update_is_that_of_scaled_gradients),
     _mutation("tokens that a mask leaves out count in the mean", _MASK, packing.Sample, "counted", _all_count, _MASKED),
     _mutation("gradients of tokens left out", _MASK, learner, "counted", lambda output, mask_L, where: output, _MASKED),
-    _mutation("weights updated twice", _STEP, Learner, "_apply", _two_steps, test_learner.test_adamw_by_hand),
     _mutation(
         "masters rounded to BF16 after a step", _STEP, Learner, "_apply", _no_masters,
         test_learner.test_masters_keep_what_bf16_would_lose,

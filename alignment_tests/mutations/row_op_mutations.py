@@ -8,6 +8,7 @@ from alignment_tests.bits import assert_bits_equal
 from alignment_tests.mutations import Mutation, patched
 from alignment_tests.ops import (
     test_adamw,
+    test_adamw_accuracy,
     test_dispatch,
     test_embedding,
     test_logprob,
@@ -218,7 +219,7 @@ MUTATIONS = [
     _m("adamw's eps inside of the root", "eps stands beside the root", adamw, "_adamw_cpu", adamw_by(eps_in_the_root),
        test_adamw.test_eps_stands_beside_the_root),
     _m("adamw rounds the decay by itself", "decay and step are one change", adamw, "_adamw_cpu",
-       adamw_by(decay_rounded_by_itself), test_adamw.test_small_decay_is_not_lost),
+       adamw_by(decay_rounded_by_itself), test_adamw_accuracy.test_small_decay_is_not_lost),
     _m("adamw keeps a NaN's sign", "one NaN", adamw, "_adamw_cpu", adamw_by(nan_as_the_processor_makes_it),
        test_adamw.test_the_edges),
     _m("adamw asks libm for powers", "no libm", adamw, "power", pow, test_adamw.test_the_order_of_the_squarings),
