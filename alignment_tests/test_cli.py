@@ -140,17 +140,6 @@ def test_generate_score_trace_compare(run, tmp_path):
     assert "request 1, position 5, element 3:" in out and "request 2: the ids differ from position 2 on" in out
 
 
-def test_scoring_at_another_temperature_than_was_sampled_at_is_told(run, tmp_path):
-    """Its log-probs differ from those in the file, for no fault of either engine."""
-    sampling = "generate --model {model} --prompts {prompts} --max-new-tokens 2 --json {out}/c.jsonl --temperature "
-    for sampled, scored, told in (("0.7", "1", True), ("1", "0.7", True), ("0", "1", False), ("1", "0", False)):
-        assert run(sampling + sampled)[0] == 0
-        for command in ("score --json {out}/s.jsonl", "trace --out {out}/t.safetensors"):
-            status, _, err = run(command + " --model {model} --input {out}/c.jsonl --temperature " + scored)
-            said = f"c.jsonl:1: its log-probs are of the 'softmax of logits / {sampled}"
-            assert status == 0 and (said in err and f"--temperature {scored}" in err if told else not err)
-
-
 def test_score_takes_ids_whole_or_in_two_parts(run, tmp_path):
     (tmp_path / "s.jsonl").write_text('{"ids": [1, 2, 3]}\n\n{"prompt_ids": [1, 2], "token_ids": [3]}\n')
     status, out, _ = run("score --model {model} --input {out}/s.jsonl --json {out}/o.jsonl")

@@ -1,6 +1,7 @@
 """align.py: the whole job on a tiny random model, and that it sees a learner that is not the sampler."""
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
@@ -37,6 +38,25 @@ def test_sampler_and_learner_agree_under_chunks_hits_and_preemption(model):
     assert sum(r.rows for r in found.recomputed) > 0
     assert found.contrast == "left out on request" and parts == ["sampler", "learner", "transformers"]
     assert {r.stage for r in found.stages} >= {"embedding", "layers.1.down", "layers.2.combine", "log_prob"}
+    assert not replace(found, gap=replace(found.gap, tokens=59)).equal, "a token that nobody scored"
+
+
+class Flipping(Trace):
+    """Sees one bit of a stage flipped in rows that come a second time."""
+
+    def take(self, stage, keys_R, rows):
+        if stage == "layers.1.o":
+            rows = rows.clone()
+            rows.view(torch.int16)[self.find(stage, keys_R) >= 0, 3] ^= 1
+        super().take(stage, keys_R, rows)
+
+
+def test_a_row_with_other_bits_when_it_is_computed_again_is_a_difference(model, monkeypatch):
+    """Even if the learner has the bits of the first time."""
+    monkeypatch.setattr(module, "Trace", Flipping)
+    found = align(model, PROMPTS, PARAMS, CROWDED)
+    assert all(r.equal for r in found.stages) and not found.gap.differing and not found.equal
+    assert [r.stage for r in found.recomputed if not r.equal] == ["layers.1.o"]
 
 
 def test_a_request_that_fails_while_it_is_computed_again_is_no_conflict(monkeypatch):

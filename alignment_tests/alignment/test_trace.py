@@ -101,6 +101,15 @@ def test_comparing_on_the_fly_says_the_same_as_two_traces():
     assert comparing.results() == compare(chunked(), packed())
 
 
+def test_a_second_run_that_computes_rows_twice_has_them_once():
+    comparing = ComparingTrace(chunked())
+    for _ in range(2):
+        fill(comparing, Batch.packed([*SEQUENCES, [9]]))
+    results = by_stage(comparing.results())
+    assert (results["embedding"].only_a, results["embedding"].only_b, results["embedding"].rows) == (0, 1, 16)
+    assert (results["logits"].only_a, results["logits"].only_b) == (0, 6)
+
+
 def test_missing_stages_and_rows_are_shown():
     a, b = Trace(), packed()
     a.bind(Batch.packed(SEQUENCES[:1]))("final_norm", torch.zeros(5, 2))
@@ -131,6 +140,11 @@ def test_a_row_computed_again_must_have_the_same_bits():
     recording.bind(again)("embedding", other)
     (conflict,) = recording.conflicts()
     assert conflict.differing == 1 and conflict.first == (0, 2, 1)
+    recording.bind(Batch.packed(SEQUENCES))("embedding", 2 * rows_of(Batch.packed(SEQUENCES)))
+    (conflict,) = recording.conflicts()
+    # Of both requests, the first one's rows twice; 0 is the only element that is not doubled.
+    assert (conflict.rows, conflict.elements, conflict.differing) == (13, 52, 1 + 31)
+    assert recording.conflicts({1})[0].elements == 12
     assert torch.equal(recording.row("embedding", 0, 2), value(0, 2).bfloat16()), "the first bits stay"
 
 

@@ -68,6 +68,12 @@ def test_what_stands_at_left_out_tokens_moves_nothing():
     assert (alone.tokens, alone.loss, alone.kl) == (beside.tokens, beside.loss, beside.kl)
 
 
+def test_a_ratio_on_a_bound_is_not_clipped():
+    (lp,) = Learner(tiny_model()).score([IDS], [START])
+    metrics, _ = weights_after([Sample(IDS, START, 1.0, lp.tolist())], PolicyGradient(1.0, 1.0))
+    assert metrics.clip_share == 0
+
+
 @pytest.mark.parametrize(
     ("mask", "words"),
     [

@@ -28,6 +28,18 @@ class Worthless(int):
         return 0
 
 
+def test_a_failed_requests_page_stays_if_another_page_continues_it() -> None:
+    """Else the page that continues it would be found again behind whatever is computed there next."""
+    pool = PagePool(4, 2)
+    whole = filled(pool, [1, 2, 3, 4])
+    pool.release(whole)
+    failed = pool.match([1, 2, 9])
+    pool.share(failed)
+    pool.discard(failed)
+    pool.check([])
+    assert failed == whole[:1] and pool.match([1, 2, 3, 4, 5]) == whole
+
+
 @given(st.lists(st.tuples(st.booleans(), IDS, st.integers(0, 20)), max_size=30), st.integers(1, 3), st.booleans())
 def test_any_history_keeps_the_books(history, page_size: int, collide: bool) -> None:
     """The content of each page is kept beside the pool: a match must cover ids that are really there."""

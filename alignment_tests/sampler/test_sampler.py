@@ -97,6 +97,8 @@ def test_preemption_recomputes_the_same_bits() -> None:
         sampler = poisoned(Sampler(FakeModel(), page_size=4, num_pages=14, prefix_cache=prefix_cache))
         completions = play(sampler, requests)
         assert completions[0].preemptions == 0 and completions[2].preemptions > 0
+        # Of the first admission: that the own pages were found again after a preemption is no hit of the prompt.
+        assert [c.cached_tokens for c in completions] == [0, 0, 0]
         assert_alone(requests, completions)
 
 

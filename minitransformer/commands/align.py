@@ -166,6 +166,8 @@ def _comparison(found: "Alignment") -> str:
         )
     missing = [r.stage for r in found.stages if not r.rows]
     note = f"; not compared: {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}" if missing else ""
+    again = sum(not r.equal for r in found.recomputed)
+    note += f"; {again} stages of the sampler itself have other bits when computed again" if again else ""
     return (
         f"DIFFERENT: {differing:,} of {elements:,} elements in {wrong} of {len(found.stages)} stages, "
         f"{found.gap.differing} of {found.gap.tokens} log-probs{note}"

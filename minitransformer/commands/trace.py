@@ -4,7 +4,8 @@ With --prompts the sampler generates and is traced; with --input (lines as `scor
 wrote them) the learner scores and is traced; of the options below it then uses only --temperature. Rows are named by
 request and position, so `compare` can put the two side by side.
 Exit status 0 if the trace is whole; 1 if requests of --prompts failed, because their values are not finite: the file
-then has the others, the rows of a failed one up to the step that failed, and stderr names it; 2 for bad input.
+then has the others, the rows of a failed one up to the step that failed, and stderr names it. 1 too if a row that was
+computed again has other bits; then nothing is written. 2 for bad input.
 
 Example:
   minitransformer generate --model demo/checkpoint --prompts examples/prompts.txt --json completions.jsonl
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     common.sampling_params(args, 1)
     model = common.load_model(args)
     common.check_stages(args.stages, model)
-    from minitransformer.alignment.trace import Trace, TraceConflict
+    from minitransformer.alignment.trace import Trace
 
     trace = Trace(args.stages, strict=False, spec=model.spec.entries())
     trace.unverified = common.unverified(model.device)
@@ -51,7 +52,9 @@ def run(args: argparse.Namespace) -> int:
         completions, lines = (_sample if args.prompts else _score)(args, model, trace, show)
     wrong = [r.stage for r in trace.conflicts({c.request_id for c in completions if c.error is None}) if not r.equal]
     if wrong:
-        raise TraceConflict(f"stage {wrong[0]}: a row computed again has other bits")
+        what = f"stage {wrong[0]}: rows that the sampler computed again have other bits; no trace is written"
+        print(f"error: {what}", file=sys.stderr)
+        return 1
     if not trace.stages:
         raise InputError("no stage was traced; widen --stages")
     trace.save(args.out)
