@@ -170,6 +170,12 @@ def _rms_bits() -> None:
     assert_bits_equal(got, test_rms_norm.oracle(plain.wide(x), w), "rms_norm")
 
 
+def products_rounded(y_RD, plan, weights_TK):
+    """A weighted sum over the slots in slot order, but by a multiply and an addition."""
+    products_TKD = weights_TK[..., None] * y_RD[plan.rows_TK].float()
+    return plain.bf16(plain.slot_sum(products_TKD.numpy(), 1))
+
+
 def _combine_bits() -> None:
     plan = dispatch.plan(test_dispatch.routed(1, 20, 8, 16), 16)
     y = inputs.bf16(2, 160, 16)
@@ -196,6 +202,8 @@ MUTATIONS = [
        gradient_for_the_unselected, lambda: test_router.test_differentiates(True)),
     _m("combine sums in BF16", "agrees (combine)", dispatch, "combine_forward",
        summed_in_bf16, _combine_bits),
+    _m("the weighted combine rounds its products", "agrees (combine_weighted)", dispatch, "combine_weighted_forward",
+       products_rounded, test_dispatch.test_a_weighted_sum_rounds_once_a_slot),
     _m("swiglu rounds silu", "agrees (swiglu)", swiglu, "forward",
        silu_rounded, test_swiglu.test_silu_is_not_rounded_before_the_product),
     _m("swiglu takes up first", "gate comes first", swiglu, "forward", up_first, test_swiglu.test_gate_comes_first),

@@ -11,7 +11,15 @@ from alignment_tests.bits import assert_bits_equal
 from alignment_tests.gradients import assert_gradient, finite_differences
 from minitransformer.errors import InputError
 from minitransformer.ops import nvfp4
-from minitransformer.ops.dispatch import combine, gather, gather_amax, plan, slots
+from minitransformer.ops.dispatch import (
+    combine,
+    combine_weighted,
+    combine_weighted_backward,
+    gather,
+    gather_amax,
+    plan,
+    slots,
+)
 
 
 def routed(seed: int, T: int, K: int, E: int) -> torch.Tensor:
@@ -44,6 +52,29 @@ def test_the_order_of_the_slots_shows_in_the_sum():
     y = torch.tensor([[1.0], [2.0**-24], [-1.0]], dtype=torch.bfloat16)
     first, second = (combine(y, plan(torch.tensor([ids]), 3)).item() for ids in ([0, 1, 2], [0, 2, 1]))
     assert first == 0 and second == 2.0**-24
+
+
+@given(T=st.integers(1, 12), K=st.integers(1, 8), D=st.integers(1, 140), seed=st.integers(0, 2**20))
+def test_combine_weighted_and_its_gradients_as_written(T, K, D, seed):
+    """One FMA a slot in slot order; backward one product an element, and dw by lanes."""
+    p = plan(routed(seed, T, K, 8), 8)
+    y, dy = inputs.bf16(seed + 1, T * K, D), inputs.bf16(seed + 2, T, D)
+    w_TK = inputs.normal(seed + 3, T, K)
+    y_TKD, w, acc = plain.wide(slots(y, p)), w_TK.numpy(), np.zeros((T, D), np.float32)
+    for k in range(K):
+        acc = plain.fma(w[:, k, None], y_TKD[:, k], acc)
+    assert_bits_equal(combine_weighted(y, p, w_TK), plain.bf16(acc), "combine_weighted")
+    dy_RD, dw_TK = combine_weighted_backward(dy, y, p, w_TK)
+    dy_TKD = np.broadcast_to(plain.wide(dy)[:, None], y_TKD.shape)
+    assert_bits_equal(slots(dy_RD, p), plain.bf16(dy_TKD * w[..., None]), "dy")
+    assert_bits_equal(dw_TK, torch.from_numpy(plain.lane_sum(dy_TKD * y_TKD)), "dw")
+
+
+def test_a_weighted_sum_rounds_once_a_slot():
+    """(1 + 2^-7)(1 + 2^-23) - (1 + 2^-7): rounded before it is added, the product loses what is left here."""
+    y = torch.tensor([[-(1 + 2.0**-7)], [1 + 2.0**-7]], dtype=torch.bfloat16)
+    got = combine_weighted(y, plan(torch.tensor([[0, 1]]), 2), torch.tensor([[1.0, 1 + 2.0**-23]]))
+    assert got.item() == torch.tensor(2.0**-23 + 2.0**-30).bfloat16().item()
 
 
 @pytest.mark.parametrize("T", [1, 32, 33, 512])
@@ -108,6 +139,10 @@ def test_bad_ids_and_shapes_are_refused():
         combine(torch.zeros(4, 4), p)
     with pytest.raises(TypeError, match="BF16"):
         gather(torch.zeros(2, 4), p)
+    with pytest.raises(ValueError, match="4 rows of"):
+        combine_weighted(inputs.bf16(1, 4, 4), p, torch.zeros(2, 3))
+    with pytest.raises(TypeError, match="FP32"):
+        combine_weighted(inputs.bf16(1, 4, 4), p, torch.zeros(2, 2).bfloat16())
 
 
 def test_differentiates():
@@ -125,3 +160,10 @@ def test_differentiates():
     assert_gradient(y.grad, want, "combine")
     assert_bits_equal(y.grad, dy[p.order_R // K], "combine's backward is a copy")
     assert_bits_equal(x.grad, combine(dx, p), "gather's backward is combine's sum")
+    y, w = inputs.bf16(12, T * K, D).requires_grad_(), inputs.normal(13, T, K).requires_grad_()
+    combine_weighted(y, p, w).backward(dy)
+    w_TK1, y_TKD, dy_TD = w.detach().numpy()[..., None], plain.wide(y)[rows], plain.wide(dy)
+    want = finite_differences(lambda v: float(((v[rows] * w_TK1).sum(1) * dy_TD).sum()), plain.wide(y))
+    assert_gradient(y.grad, want, "combine_weighted, y")
+    want = finite_differences(lambda v: float(((v[..., None] * y_TKD).sum(1) * dy_TD).sum()), w.detach().numpy())
+    assert_gradient(w.grad, want, "combine_weighted, weights")
