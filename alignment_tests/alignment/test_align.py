@@ -138,6 +138,21 @@ def test_the_contrast_is_close_but_not_equal(model, tmp_path):
     assert found.contrast.tokens == 24 and 0 < found.contrast.differing and found.contrast.mean < 0.2
 
 
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize("error, said", [(MemoryError(), "MemoryError"), (ValueError("\none\ntwo"), "ValueError: one")])
+def test_whatever_transformers_raises_the_alignment_stands(model, tmp_path, monkeypatch, error, said):
+    """Words or none: minutes of sampling and scoring are not lost for the contrast."""
+    import transformers
+
+    def fails(*args, **options):
+        raise error
+
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fails)
+    found = align(model, PROMPTS[:1], PARAMS[:1], checkpoint=tmp_path)
+    assert found.equal and found.contrast == f"transformers raised {said}"
+
+
 def test_a_contrast_that_cannot_run_says_why(model, tmp_path):
     found = align(model, PROMPTS[:1], PARAMS[:1], checkpoint=tmp_path)
     assert isinstance(found.contrast, str) and "transformers" in found.contrast and found.equal

@@ -39,7 +39,8 @@ def score_with_transformers(
             for ids, start, temperature in zip(sequences, starts, temperatures, strict=True)
         ]
     except Exception as error:  # another project's code: whatever it raises, the alignment itself is not touched
-        raise NotRun(f"transformers raised {type(error).__name__}: {str(error).splitlines()[0][:120]}") from error
+        said = str(error).strip().partition("\n")[0][:120]  # a MemoryError says nothing
+        raise NotRun(f"transformers raised {type(error).__name__}{said and ': ' + said}") from error
 
 
 def _is_nvfp4(checkpoint: str | Path) -> bool:
