@@ -181,7 +181,7 @@ def _take(hf: Mapping[str, Any], name: str) -> Any:
     kind, keys = _KEYS[name]
     found = {key: typed(key, hf[key], kind) for key in keys if hf.get(key) is not None}
     if not found:
-        raise InputError(f"config.json: {' (or '.join(keys)}{')' * (len(keys) - 1)} is missing; nothing is assumed")
+        raise InputError(f"config.json: {' (or '.join(keys)}{')' * (len(keys) - 1)} is missing; add it (no default)")
     if len(set(found.values())) > 1:
         raise InputError(f"config.json: {' and '.join(f'{k} = {v}' for k, v in found.items())} disagree; correct one")
     value = next(iter(found.values()))

@@ -155,7 +155,7 @@ def read_rope(hf: Mapping[str, Any]) -> tuple[float, Yarn | None]:
             thetas[f"{key}.rope_theta"] = typed(f"{key}.rope_theta", rope["rope_theta"], float)
         scalings[key] = _scaling(key, rope)
     if not thetas:
-        raise InputError("config.json: rope_theta is missing, at the top and in rope_parameters; nothing is assumed")
+        raise InputError("config.json: rope_theta is missing, at the top and in rope_parameters; add it (no default)")
     if len(set(thetas.values())) > 1:
         raise InputError(f"config.json: {' and '.join(f'{k} = {v}' for k, v in thetas.items())} disagree; correct one")
     if len(set(scalings.values())) > 1:
@@ -178,6 +178,6 @@ def _scaling(key: str, rope: Mapping[str, Any]) -> Yarn | None:
     if kinds == {"default"}:
         return None
     if missing := [k for k in ("factor", "original_max_position_embeddings") if k not in given]:
-        raise InputError(f"config.json: {key}.{missing[0]} is missing for yarn; nothing is assumed")
+        raise InputError(f"config.json: {key}.{missing[0]} is missing for yarn; add it (no default)")
     kinds_of = {"original_max_position_embeddings": int, "truncate": bool}
     return Yarn(**{n: typed(f"{key}.{k}", given[k], kinds_of.get(k, float)) for n, k in _YARN.items() if k in given})
