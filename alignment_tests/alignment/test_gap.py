@@ -29,6 +29,12 @@ def test_known_gap():
     assert gap.clip_share == pytest.approx(0.02)
 
 
+def test_one_ulp_is_a_gap():
+    sampler_T = torch.tensor([-1.0, -1e-30])
+    gap = log_prob_gap(sampler_T, torch.nextafter(sampler_T, torch.zeros(2)))
+    assert gap.differing == 2 and gap.max == 2.0**-24 and gap.mean > 0
+
+
 def test_p99_is_a_rank_not_an_interpolation():
     learner_T = torch.arange(200) / 1024
     assert log_prob_gap(torch.zeros(200), learner_T).p99 == 197 / 1024

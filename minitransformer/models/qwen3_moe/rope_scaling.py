@@ -88,7 +88,7 @@ def _ln(x: float) -> float:
 
 
 def _mscale(factor: float, weight: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * weight * _ln(factor) + 1.0
+    return 0.1 * weight * _ln(factor) + 1.0  # 1 where factor is, and it is never less
 
 
 def inverse_frequencies(config) -> tuple[np.ndarray, float]:
