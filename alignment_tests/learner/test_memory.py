@@ -145,7 +145,7 @@ def test_an_update_makes_no_tensor_once_it_writes(monkeypatch):
 
     monkeypatch.setattr(learner.optimizer, "apply", watched)
     learner.update(SAMPLES, nll)
-    assert {str(f) for f in made} <= {"aten.detach.default", "aten.view.dtype", "aten.empty.memory_format"}, made
+    assert {str(f) for f in made} <= {"aten.detach.default", "aten.view.dtype"}, made  # views
     assert len(made) > len(learner.parameters)
 
 
