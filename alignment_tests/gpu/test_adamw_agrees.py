@@ -35,3 +35,15 @@ def test_adamw(kind, reached):
                 adamw.adamw(each[0], each[1] if reached else None, *each[2:], now)
             agree(got, want, f"{count} from {first}, update {t}")
         adamw.adamw(state[0], state[1] if reached else None, *state[2:], now)
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_takes_no_memory(reached):
+    n = 1 << 20
+    state = [torch.zeros(n, dtype=BF16, device="cuda"), *(inputs.normal(seed, n).abs().cuda() for seed in range(4))]
+    now = adamw.scalars(1, 1e-3, (0.9, 0.999), 1e-8, 0.1)
+    for _ in range(2):  # the first call compiles
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        adamw.adamw(state[0], state[1] if reached else None, *state[2:], now)
+    assert torch.cuda.max_memory_allocated() == before
