@@ -2,6 +2,7 @@
 
   python benchmarks/sglang_speed.py run DIR ENGINE ... --layers N     adds runs to --file, the engines by turns
   python benchmarks/sglang_speed.py table                             Markdown of that file, for docs/sglang_results.md
+  python benchmarks/sglang_speed.py earlier                           tokens a second in the files of earlier runs
 
 ENGINE is kept in DIR by `alignment_tests.plugin.h200 keep`. A run is a batch of requests sent together, and the same
 with one new token, which gives the time to the first. An engine of ours is held to its laws before: one that differs
@@ -103,8 +104,8 @@ def text(found: dict) -> str:
     return head[:-1] + ', "runs": [\n' + ",\n".join(json.dumps(row) for row in found["runs"]) + "\n]}\n"
 
 
-def table(file: Path) -> list[str]:
-    """Means of all runs, ratios of means, and how far runs of one engine lie apart."""
+def collected(file: Path) -> tuple[dict, dict, list[int], list[str]]:
+    """Output tokens a second and seconds to the first one, by (kind, batch); the batches; the kinds that have all."""
     found = json.loads(file.read_text("utf-8"))
     rates, firsts = defaultdict(list), defaultdict(list)
     for row in found["runs"]:
@@ -112,7 +113,26 @@ def table(file: Path) -> list[str]:
         rates[key].append(row["batch"] * found["output"] / row["seconds"])
         firsts[key].append(row["first_seconds"])
     batches = sorted({batch for _, batch in rates})
-    kinds = [kind for kind in KINDS if all((kind, batch) in rates for batch in batches)]
+    return rates, firsts, batches, [kind for kind in KINDS if all((kind, batch) in rates for batch in batches)]
+
+
+def earlier(files: list[Path]) -> list[str]:
+    """A line a file, by what its name ends in: means of each engine, and of ours in BF16 over stock."""
+    lines = [f"| run | {', '.join(SHORT.values())} |".replace(", ", " | ") + " ours BF16 / stock |"]
+    lines.append("|---" * (len(SHORT) + 2) + "|")
+    for file in files:
+        rates, _, batches, kinds = collected(file)
+        mean_of = {kind: [mean(rates[kind, batch]) for batch in batches] for kind in kinds}
+        cells = [" / ".join(f"{x:,.0f}" for x in mean_of.get(kind, ())) for kind in KINDS]
+        ratio = zip(mean_of["bf16"], mean_of.get("own", ()), strict="own" in mean_of)
+        cells.append(" / ".join(f"{x / y:.2f}" for x, y in ratio))
+        lines.append(f"| `{file.name}` | {' | '.join(cells)} |")
+    return lines
+
+
+def table(file: Path) -> list[str]:
+    """Means of all runs, ratios of means, and how far runs of one engine lie apart."""
+    rates, firsts, batches, kinds = collected(file)
     head = [f"batch {batch}" for batch in batches]
 
     def rows(first: str, lines: list[tuple[str, list[float]]], form: str) -> list[str]:
@@ -139,6 +159,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     jobs = parser.add_subparsers(dest="job", required=True)
     runs, tables = jobs.add_parser("run"), jobs.add_parser("table")
+    jobs.add_parser("earlier")
     runs.add_argument("directory", type=Path, metavar="DIR")
     runs.add_argument("names", nargs="+", metavar="ENGINE")
     runs.add_argument("--layers", type=int, required=True, help="of the model, for the file")
@@ -154,6 +175,9 @@ def main() -> int:
     args = parser.parse_args()
     if args.job == "table":
         print(*table(args.file), sep="\n")
+        return 0
+    if args.job == "earlier":
+        print(*earlier(sorted(FILE.parent.glob("h200_sglang_[0-9]*.json"))), sep="\n")
         return 0
     try:
         return run(args)
