@@ -171,6 +171,11 @@ def test_the_activation_bound_holds_for_bf16_weights(tmp_path):
     with torch.no_grad():
         model(Batch.packed([list(range(40))]), trace=trace)
 
+    source = load_file(tmp_path / "bf16" / "model.safetensors")
+
+    def norm(layer):
+        return source[f"model.layers.{layer}.post_attention_layernorm.weight"].double()
+
     def largest(stage):
         return max(trace.row(stage, 0, p).float().abs().max().item() for p in range(40))
 
@@ -181,6 +186,10 @@ def test_the_activation_bound_holds_for_bf16_weights(tmp_path):
         down = min(float(stored[f"{at}{e}.down_proj.input_scale"]) for e in range(E))
         assert 0.2 * 2688 * float(gate) < largest(f"layers.{i}.post_norm") <= 2688 * float(gate)
         assert 0 < largest(f"layers.{i}.swiglu") <= 2688 * down
+        # By hand, of one expert: D times the lengths of a pair of rows, each weight times the norm's.
+        gate, up = (source[f"{at}3.{p}_proj.weight"].double() * norm(i) for p in ("gate", "up"))
+        reach = (gate.norm(dim=1) * up.norm(dim=1)).max() * gate.shape[1]
+        assert float(stored[f"{at}3.down_proj.input_scale"]) == pytest.approx(float(reach) / 2688, rel=1e-5)
 
 
 def test_the_error_table(tmp_path):
