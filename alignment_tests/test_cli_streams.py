@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from alignment_tests.learner.tiny import tiny_model
+from minitransformer.cli import main
 from minitransformer.commands import common
 from minitransformer.errors import InputError
 
@@ -57,6 +58,12 @@ def test_closed_streams_change_no_exit_status(folder, closed, line, status):
     done = subprocess.run(f"{' '.join(words)} {closed}", shell=True, capture_output=True, timeout=300)
     assert done.returncode == status
     assert done.stdout == b"" or status == 0, "an error went to standard output, because stderr is closed"
+
+
+def test_a_fault_of_the_program_is_not_a_difference(monkeypatch, capsys):
+    monkeypatch.setattr("minitransformer.commands.recipes.RECIPES", None)
+    assert main(["recipes"]) == 70
+    assert capsys.readouterr().err.startswith("Traceback (most recent call last)")
 
 
 def test_a_command_with_progress_runs_without_stderr(folder):

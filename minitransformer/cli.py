@@ -1,5 +1,6 @@
 """The command `minitransformer`. Exit status: 0 done and nothing differs, 1 something differs or some requests
-failed, 2 bad input, 130 and 143 ended by Ctrl-C or SIGTERM, 141 the reader of the output has gone (`| head`).
+failed, 2 bad input, 70 a fault of this program (its traceback is on stderr), 130 and 143 ended by Ctrl-C or SIGTERM,
+141 the reader of the output has gone (`| head`).
 
 Nothing here or in `commands` imports torch before a command runs, so that --help answers at once.
 """
@@ -10,6 +11,7 @@ import re
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
@@ -18,7 +20,7 @@ from minitransformer.commands import align, compare, describe, doctor, generate,
 from minitransformer.errors import InputError, UnsupportedDevice
 
 COMMANDS = (align, generate, score, trace, compare, sync, quantize, recipes, describe, doctor)
-BAD_INPUT, INTERRUPTED, UNREAD, TERMINATED = 2, 130, 141, 143
+BAD_INPUT, FAULT, INTERRUPTED, UNREAD, TERMINATED = 2, 70, 130, 141, 143
 
 
 class _Parser(argparse.ArgumentParser):
@@ -51,6 +53,14 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status; bad input is one line on stderr."""
+    try:
+        return _status(argv)
+    except Exception:  # Python's own status for it, 1, would say that something differs
+        traceback.print_exc()
+        return FAULT
+
+
+def _status(argv: Sequence[str] | None) -> int:
     for name in ("stdout", "stderr"):  # None if closed: print() would take the other one
         setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
     args = parser().parse_args(argv)

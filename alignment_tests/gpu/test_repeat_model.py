@@ -167,3 +167,11 @@ def test_a_kind_lives_longer_than_a_model():
     changes = {}, {}, {"top_k": 3}
     one, same, other = (layers.kind_and_tensors(tiny_model(**c).layers[0])[0] for c in changes)
     assert one == same and hash(one) == hash(same) and one != other
+
+
+def test_a_pass_with_gradients_or_a_trace_runs_every_layer():
+    """A recording has no backward pass, and stops for no note."""
+    assert not isinstance(layers.runner(recompute=False, repeat=True), repeat.Layers)
+    with torch.no_grad():
+        assert isinstance(layers.runner(recompute=False, repeat=True), repeat.Layers)
+        assert not isinstance(layers.runner(recompute=False, repeat=False), repeat.Layers)

@@ -144,6 +144,8 @@ BAD = [
     ({"model_type": "qwen3"}, "model_type"),
     ({"architectures": ["Qwen3NextForCausalLM"]}, "architectures"),
     ({"use_sliding_window": True, "sliding_window": 32}, "use_sliding_window"),
+    ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
+    ({"layer_types": "full_attention"}, "layer_types"),
     ({"hidden_act": "gelu"}, "hidden_act"),
     ({"attention_bias": True}, "attention_bias"),
     ({"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size"),
@@ -209,4 +211,5 @@ def test_unsupported_option_is_refused(changes, word):
 
 def test_switched_off_options_are_accepted():
     off = {"shared_expert_intermediate_size": 0, "qkv_bias": False, "use_qk_norm": True, "sliding_window": 4096}
+    off["layer_types"] = ["full_attention"] * 3
     assert Qwen3MoeConfig.from_hf(hf_config() | off) == Qwen3MoeConfig.from_hf(hf_config())

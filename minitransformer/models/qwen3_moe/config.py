@@ -47,7 +47,6 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1.0, 1, None),
     "dual_chunk_attention_config": (None,),
     "quantization_config": (None,),
-    "layer_types": (None,),
     "is_encoder_decoder": (False, None),
     "add_cross_attention": (False, None),
 }
@@ -66,7 +65,8 @@ _IGNORED = frozenset(
     "output_router_logits output_attentions output_hidden_states return_dict sliding_window max_window_layers "
     "chunk_size_feed_forward problem_type id2label label2id num_labels is_decoder torchscript auto_map pruned_heads "
     "use_bfloat16 tf_legacy_loss finetuning_task task_specific_params tokenizer_class prefix use_mrope "
-    "mlp_only_layers decoder_sparse_step hidden_act rope_theta rope_scaling rope_parameters base_model_tp_plan".split()
+    "mlp_only_layers decoder_sparse_step hidden_act rope_theta rope_scaling rope_parameters base_model_tp_plan "
+    "layer_types".split()
 )
 
 
@@ -206,6 +206,9 @@ def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
             raise InputError(f"config.json: {key} = {shown(dtype)} is not supported; convert the weights to bfloat16")
     if len(set(dtypes.values())) > 1:
         raise InputError(f"config.json: {' and '.join(f'{k} = {v}' for k, v in dtypes.items())} disagree; correct one")
+    layers = hf.get("layer_types")
+    if layers is not None and not (isinstance(layers, list) and all(kind == "full_attention" for kind in layers)):
+        raise InputError(f"config.json: layer_types = {shown(layers)} is not supported; only full_attention is")
     for key, allowed in _ONLY.items():
         # Compared with the type, so that 0 is not taken for False.
         if key in hf and not any(hf[key] == a and type(hf[key]) is type(a) for a in allowed):
