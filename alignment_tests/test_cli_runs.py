@@ -64,3 +64,11 @@ def test_scoring_at_another_temperature_than_was_sampled_at_is_told(run, tmp_pat
             status, _, err = run(command + " --model {model} --input {out}/c.jsonl --temperature " + scored)
             said = f"c.jsonl:1: its log-probs are of the 'softmax of logits / {sampled}"
             assert status == 0 and (said in err and f"--temperature {scored}" in err if told else not err)
+
+
+def test_a_sequence_longer_than_a_pack_is_scored_and_traced(capsys, tmp_path):
+    tiny_model(max_positions=1200, num_layers=1, sparse_layers=(False,)).save_pretrained(tmp_path / "m")
+    (tmp_path / "s").write_text(json.dumps({"ids": [i % 96 for i in range(1100)]}))
+    assert main(f"score --model {tmp_path}/m --input {tmp_path}/s".split()) == 0
+    assert len(json.loads(capsys.readouterr().out)["log_probs"]) == 1099
+    assert main(f"trace --model {tmp_path}/m --input {tmp_path}/s --stages logits --out {tmp_path}/t".split()) == 0
