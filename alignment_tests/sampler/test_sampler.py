@@ -180,6 +180,25 @@ def test_trace_and_on_token_see_every_new_token() -> None:
     assert [[t.token_id for t in seen if t.request_id == c.request_id] for c in got] == [c.token_ids for c in got]
 
 
+def test_on_token_may_abort_a_request_or_make_a_step() -> None:
+    """As for a stop string: generate() ends, with what the aborted request had; the others lose nothing."""
+    params = [SamplingParams(9, ignore_eos=True, seed=i) for i in range(3)]
+    whole = Sampler(FakeModel()).generate(prompts(12, [5, 6, 7]), params)
+    sampler, seen = Sampler(FakeModel()), []
+
+    def stop(token) -> None:
+        seen.append(token.request_id)
+        if token.request_id == 1 and seen.count(1) == 2:
+            assert sampler.abort(1).token_ids == whole[1].token_ids[:2]
+
+    got = sampler.generate(prompts(12, [5, 6, 7]), params, on_token=stop)
+    assert [got[0], got[2]] == [whole[0], whole[2]]
+    assert (got[1].finish_reason, got[1].token_ids) == ("abort", whole[1].token_ids[:2])
+    sampler = Sampler(FakeModel())
+    assert sampler.generate(prompts(12, [5, 6, 7]), params, on_token=lambda token: sampler.step()) == whole
+    assert not sampler.scheduler.running
+
+
 def test_a_failed_step_leaves_no_request_behind() -> None:
     class Broken(FakeModel):
         def forward(self, *args) -> torch.Tensor:

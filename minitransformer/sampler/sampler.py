@@ -21,7 +21,7 @@ from minitransformer.sampler.graphs import DecodeGraphs, spare_pages
 from minitransformer.sampler.pages import PagePool
 from minitransformer.sampler.request import Prompt, checked_params, make, params_list, prompt_list
 from minitransformer.sampler.scheduler import Chunk, Scheduler
-from minitransformer.sampler.sequence import Completion, NewToken, RequestError, SamplingParams, Sequence, require_int
+from minitransformer.sampler.sequence import Completion, NewToken, SamplingParams, Sequence, good, require_int
 from minitransformer.weights_stamp import WeightsStamp, parts
 
 
@@ -66,7 +66,7 @@ class Sampler:
         self.cache = KVCache(config, num_pages, page_size, model.device, spare_pages(max_sequences) if graphs else 0)
         self.pool = PagePool(num_pages, page_size, prefix_cache)
         self.scheduler = Scheduler(self.pool, max_batch_tokens, chunk_size, max_sequences)
-        self._next_id = 0
+        self._next_id, self._awaited = 0, {}
         self._weights = self._weights_stamp()
         self.graphs = DecodeGraphs(model, self.cache) if graphs else None
 
@@ -82,7 +82,7 @@ class Sampler:
         prompts    token ids (list, tensor, array, generator), or text if the model has a tokenizer
         params     one for all, or one a prompt; None means SamplingParams()
         trace      takes every named tensor of every step, and the log-probs
-        on_token   called with each new token as it is drawn
+        on_token   called with each new token as it is drawn; it may abort() requests, of which the rest is returned
 
         Raises InputError for bad input, before anything has changed. If a request fails (see step), the others are
         finished, and then a RequestError (an InputError) names it; all completions are in its .completions.
@@ -96,25 +96,20 @@ class Sampler:
         ]
         self._next_id += len(sequences)
         done: dict[int, Completion] = {}
+        self._awaited = {sequence.request_id: done for sequence in sequences}
         try:
             for sequence in sequences:
                 self.scheduler.add(sequence)
-            while len(done) < len(sequences):
+            while self._awaited:
                 for token in self.step(trace):
                     if on_token is not None and token.token_id is not None:
                         on_token(token)
-                    if token.completion is not None:
-                        done[token.request_id] = token.completion
         finally:
             # After an error or an interrupt no request may stay behind with pages in its hands.
             for sequence in self.scheduler.running + self.scheduler.waiting:
                 self.scheduler.remove(sequence)
-        completions = [done[sequence.request_id] for sequence in sequences]
-        failed = [(i, c.error) for i, c in enumerate(completions) if c.finish_reason == "error"]
-        if failed:
-            (first, what), more = failed[0], f" ({len(failed)} requests failed)" if len(failed) > 1 else ""
-            raise RequestError(f"prompts[{first}]: {what}{more}", completions)
-        return completions
+            self._awaited = {}
+        return good([done[sequence.request_id] for sequence in sequences])
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
         """Queues one request and returns its id; step() brings it forward. Raises InputError, nothing changed."""
@@ -128,7 +123,7 @@ class Sampler:
         for sequence in self.scheduler.running + self.scheduler.waiting:
             if sequence.request_id == request_id:
                 self.scheduler.remove(sequence)
-                return sequence.completion("abort", self.model.tokenizer)
+                return self._ended(sequence.completion("abort", self.model.tokenizer))
         raise InputError(f"request {request_id} is not in flight: abort() takes the id that add() returned")
 
     @torch.no_grad()
@@ -148,13 +143,13 @@ class Sampler:
         if not chunks:
             return []
         with naming_memory(f"a step of {sum(c.count for c in chunks)} tokens", "lower max_batch_tokens or num_pages"):
-            good, results = self._forward(chunks, trace)
+            computed, results = self._forward(chunks, trace)
         tokens = [self._new_token(*result) for result in results]
         if trace is not None:
             for (sequence, _), token in zip(results, tokens, strict=True):
                 if token.token_id is not None:
                     trace.note_log_probs(token.request_id, [len(sequence.ids)], [token.log_prob])
-        self._commit(good, [sequence for sequence, _ in results], tokens)
+        self._commit(computed, [sequence for sequence, _ in results], tokens)
         return tokens
 
     def reset_cache(self) -> None:
@@ -247,10 +242,14 @@ class Sampler:
         for chunk in chunks:
             self.scheduler.computed(chunk)
         for sequence, token in zip(sequences, tokens, strict=True):
-            if token.token_id is None:
-                self.scheduler.fail(sequence)
-            elif token.completion is not None:
-                self.scheduler.remove(sequence)
+            if token.completion is not None:
+                (self.scheduler.fail if token.token_id is None else self.scheduler.remove)(sequence)
+                self._ended(token.completion)
+
+    def _ended(self, completion: Completion) -> Completion:
+        """Into what generate() returns if it awaits this request: on_token may have ended it, by abort() or step()."""
+        self._awaited.pop(completion.request_id, {})[completion.request_id] = completion
+        return completion
 
     def _weights_stamp(self) -> WeightsStamp:
         """Another value after any change of weights or number format that can be seen without reading weights."""

@@ -191,6 +191,15 @@ class RequestError(InputError):
         self.completions = completions
 
 
+def good(completions: list[Completion]) -> list[Completion]:
+    """The same; RequestError, naming the first by its prompt, if some of them failed."""
+    failed = [(i, c.error) for i, c in enumerate(completions) if c.finish_reason == "error"]
+    if failed:
+        (first, what), more = failed[0], f" ({len(failed)} requests failed)" if len(failed) > 1 else ""
+        raise RequestError(f"prompts[{first}]: {what}{more}", completions)
+    return completions
+
+
 def require_int(name: str, value: Any, minimum: int, note: str = "") -> int:
     """The value as a Python integer; InputError unless it is one (of any kind, no bool) of at least minimum."""
     found = integer(value)
