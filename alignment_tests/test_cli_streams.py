@@ -61,9 +61,15 @@ def test_closed_streams_change_no_exit_status(folder, closed, line, status):
 
 
 def test_a_fault_of_the_program_is_not_a_difference(monkeypatch, capsys):
-    monkeypatch.setattr("minitransformer.commands.recipes.RECIPES", None)
-    assert main(["recipes"]) == 70
-    assert capsys.readouterr().err.startswith("Traceback (most recent call last)")
+    """Nor is one that only speaks of memory a lack of it."""
+    for error in (ZeroDivisionError(), RuntimeError("unsupported memory format")):
+
+        def fails(args, error=error):
+            raise error
+
+        monkeypatch.setattr("minitransformer.commands.recipes.run", fails)
+        assert main(["recipes"]) == 70
+        assert capsys.readouterr().err.startswith("Traceback (most recent call last)")
 
 
 def test_a_command_with_progress_runs_without_stderr(folder):

@@ -1,11 +1,13 @@
 """Paths that are empty, and files and folders that two runs write at once."""
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -103,6 +105,24 @@ def test_of_many_runs_at_once_one_is_done(tmp_path, capsys):
     assert len(others) == 3 and sorted(os.listdir(tmp_path)) == ["out", "source"]
     assert all("another run is writing it" in said or "choose another place" in said for said in others), others
     Qwen3MoeForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_a_rename_that_fails_gives_back_what_was_there(tmp_path, monkeypatch):
+    """The old directory has made way by then; it must not stay under a hidden name."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("before")
+    rename = Path.rename
+
+    def fails(path, target):
+        if ".new-" in path.name:
+            raise OSError(errno.EIO, "input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(InputError, match="cannot be written.*nothing was changed"):
+        with replacing_directory(tmp_path / "out", ["config.json"]) as new:
+            (new / "config.json").write_text("after")
+    assert os.listdir(tmp_path) == ["out"] and (tmp_path / "out" / "config.json").read_text() == "before"
 
 
 @pytest.mark.parametrize("there", [False, True])

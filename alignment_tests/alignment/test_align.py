@@ -131,9 +131,11 @@ def test_a_filter_of_stages(model):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
-def test_the_contrast_is_close_but_not_equal(model, tmp_path):
+@pytest.mark.parametrize("temperature", [1.0, 0.4])
+def test_the_contrast_is_close_but_not_equal(model, tmp_path, temperature):
     model.save_pretrained(tmp_path / "m")
-    found = align(model, PROMPTS[:2], PARAMS[:2], checkpoint=tmp_path / "m")
+    params = [replace(p, temperature=temperature) for p in PARAMS[:2]]
+    found = align(model, PROMPTS[:2], params, checkpoint=tmp_path / "m")
     # Not a bit test: the same formula in another order of roundings, on random weights.
     assert found.contrast.tokens == 24 and 0 < found.contrast.differing and found.contrast.mean < 0.2
 

@@ -18,6 +18,18 @@ def model():
     return tiny_model()
 
 
+def test_a_trace_has_the_names_that_were_given(model):
+    """Also where sequences of several packs and of one lie in another order than the names."""
+    ids, names, trace = [[1, 2, 3], [4, 5, 6, 7], [8, 9]], [7, 3, 5], Trace()
+    log_probs = Learner(model, max_tokens_per_pack=4).score(ids, [1, 1, 1], trace=trace, request_ids=names)
+    for name, sequence, log_probs_L in zip(names, ids, log_probs, strict=True):
+        want = model.embed_tokens.weight[sequence[:-1]]
+        for p, row in enumerate(want):
+            assert_bits_equal(trace.row("embedding", name, p), row.detach(), f"request {name}, position {p}")
+            assert trace.row("log_prob", name, p) == log_probs_L[p]
+    assert set(trace.keys.pairs()[:, 0].tolist()) == set(names)
+
+
 def replaced_parameters_are_noticed():
     """One replaced by another of the same address and count of writes, and one that the model has no longer."""
     model = tiny_model()

@@ -86,6 +86,13 @@ def test_shards_give_the_same_bits(tmp_path):
     assert_loads(write(tmp_path, hf_config(), tensors, shards=3), by_hand(tensors))
 
 
+def test_the_rope_table_is_made_on_the_cpu_wherever_the_parameters_are():
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig.from_hf(hf_config()))
+    assert model.norm.weight.is_meta
+    assert_bits_equal(model.rope_table, Qwen3MoeForCausalLM(model.config).rope_table)
+
+
 def test_untied_tied_and_both(tmp_path):
     untied, tied = hf_tensors(hf_config()), hf_tensors(hf_config(tie_word_embeddings=True))
     assert_loads(write(tmp_path / "untied", hf_config(), untied), by_hand(untied))
@@ -93,6 +100,8 @@ def test_untied_tied_and_both(tmp_path):
     assert_loads(write(tmp_path / "tied", config, tied), by_hand(tied))
     both = tied | {"lm_head.weight": tied["model.embed_tokens.weight"].clone()}
     assert_loads(write(tmp_path / "both", config, both), by_hand(tied))
+    both["model.embed_tokens.weight"][3, 5], both["lm_head.weight"][3, 5] = 0.0, -0.0
+    refused(lambda: Qwen3MoeForCausalLM.from_pretrained(write(tmp_path / "sign", config, both)), "differ")
     # A stored head of an untied model is used even when it happens to be there beside the embedding.
     assert not torch.equal(by_hand(untied)["lm_head.weight"], by_hand(untied)["embed_tokens.weight"])
 

@@ -166,9 +166,9 @@ class Qwen3MoeForCausalLM(nn.Module):
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
         self.norm = Weight(config.hidden_size)
         self.lm_head = None if config.tie_word_embeddings else Weight(config.vocab_size, config.hidden_size)
-        with torch.device("cpu"):  # wherever the parameters are made. A plain attribute: no cast of the module casts it
-            yarn = inverse_frequencies(config)
-            self.rope_table = rope_table(config.head_dim, config.rope_theta, config.max_positions, *yarn)
+        # On the CPU, wherever the parameters are made. A plain attribute: no cast of the module casts it.
+        yarn = inverse_frequencies(config)
+        self.rope_table = rope_table(config.head_dim, config.rope_theta, config.max_positions, *yarn)
         self._tables: dict[torch.device, Tensor] = {}
 
     def forward(self, batch: Batch, cache=None, trace=None, recompute: bool = False) -> Tensor:
