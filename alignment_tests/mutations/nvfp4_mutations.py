@@ -19,7 +19,7 @@ from minitransformer.ops import mxfp8, nvfp4
 from minitransformer.ops.gpu import pack
 from minitransformer.ops.nvfp4 import Nvfp4
 
-QUANTIZE, DECODE, OUTER_SCALES, SWIZZLE = nvfp4.quantize, nvfp4.decode, nvfp4.outer_scales, nvfp4.swizzle_128x4
+QUANTIZE, DECODE, SWIZZLE = nvfp4.quantize, nvfp4.decode, nvfp4.swizzle_128x4
 MX_QUANTIZE = mxfp8.quantize
 ONE = np.float32(1)
 
