@@ -6,7 +6,8 @@
 settings are those that decide the bits of an update; config is the model's, and spec too, with what only an update runs
 (spec.UPDATE_OPS); frozen holds a sha256 of each frozen parameter, whose values stay in the model's own checkpoint;
 tensors lists what the file must hold. Nothing names a device or a version of torch: no bit follows them. The file is
-written under a temporary name, flushed, and renamed. No random state: neither learner nor losses draw numbers.
+written under a temporary name, flushed, and renamed. No random state: neither learner nor losses draw numbers. Values
+have no checksum: a file that is cut or does not hold what it lists is refused, a flipped bit of a finite value is not.
 
 A file of format 2 has the same tensors, which torch's AdamW made. It is taken up, with a warning.
 """

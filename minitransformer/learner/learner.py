@@ -164,7 +164,7 @@ class Learner:
     def load(self, path: str | PathLike) -> None:
         """Takes up a saved run: masters, optimizer state, step, learning rate, and the model's weights from them.
 
-        Raises InputError, naming the entry, if the file is damaged or belongs to another model, other frozen weights
+        Raises InputError, naming the entry, if the file is incomplete or belongs to another model, other frozen weights
         or other settings; then nothing has changed.
         """
         self._refuse_replaced_parameters()
