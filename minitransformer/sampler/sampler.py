@@ -39,7 +39,8 @@ class Sampler:
     cuda_graphs        on a GPU, replay steps that only decode from CUDA graphs, unless the model is traced;
                        hooks of modules run when a graph is captured, not in a replay
 
-    Raises InputError for a value out of range.
+    Raises InputError for a value out of range. A step reads the weights in place: no other thread may update them
+    meanwhile, or step this sampler; between steps they may change (see reset_cache).
     """
 
     def __init__(
