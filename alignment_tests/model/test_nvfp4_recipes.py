@@ -38,6 +38,7 @@ def test_recipes_do_not_remember_earlier_ones():
     key, want = model.recipe.key, laws.logits(model, batch)
     assert "2->bf16" in key  # the layer that has BF16 weights beside quantised ones keeps them
     model.set_recipe(get("nvfp4_per_token").with_overrides([("0", "w4a16"), ("2", "nvfp4_per_token")], 3))
+    assert model.recipe.for_layer(2).name == "nvfp4_per_token", "named, so no longer left in BF16"
     model.set_recipe("nvfp4_per_token")
     assert model.recipe.key == key
     assert_bits_equal(laws.logits(model, batch), want)
@@ -52,6 +53,15 @@ def test_recipes_do_not_remember_earlier_ones():
 def test_formats_that_do_not_exist_are_refused(fields):
     with pytest.raises(InputError):
         Recipe(*fields)
+
+
+@pytest.mark.parametrize("sizes", [{"hidden_size": 48}, {"expert_size": 48}])
+def test_widths_that_mxfp8_has_no_blocks_for_are_refused(sizes):
+    model = tiny_model(**sizes)
+    with pytest.raises(InputError, match="layer 0, w4a8_mxfp8: MXFP8 needs .* multiples of 32"):
+        model.set_recipe("w4a8_mxfp8")
+    assert model.recipe == get("bf16")
+    model.set_recipe(get("w4a8_mxfp8").with_overrides([("0", "bf16"), ("2", "w4a16")], 3))  # nobody computes in MXFP8
 
 
 def test_overrides_of_layers_without_experts_are_refused():
