@@ -102,6 +102,7 @@ class Sampler:
             for sequence in sequences:
                 self.scheduler.add(sequence)
             while self._awaited:
+                assert self.scheduler.running or self.scheduler.waiting, f"requests {[*self._awaited]} are lost"
                 for token in self.step(trace):
                     if on_token is not None and token.token_id is not None:
                         on_token(token)
