@@ -27,6 +27,7 @@ class Batch:
     logit_rows_L            int64 [L]: rows of T whose logits are wanted; None means all
     request_ids             S: names of the sequences in traces
     num_store_rows          rows that the store must have at least
+    page_size               rows that lie together: those of positions j with equal j // page_size
     """
 
     ids_T: Tensor
@@ -38,6 +39,7 @@ class Batch:
     logit_rows_L: Tensor | None
     request_ids: tuple[int, ...]
     num_store_rows: int
+    page_size: int = 1
 
     @property
     def num_sequences(self) -> int:
@@ -114,6 +116,7 @@ class Batch:
             logit_rows_L=None if logit_rows is None else torch.tensor(logit_rows, dtype=torch.int64),
             request_ids=_names(request_ids, len(lengths)),
             num_store_rows=int(rows_SL.max()) + 1,
+            page_size=page_size,
         )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from alignment_tests.gpu import cuda_host, emulated_cluster
 from minitransformer.batch import Batch
 from minitransformer.ops.attention import SEGMENT, _scale
-from minitransformer.ops.gpu import attention_fold, cuda
+from minitransformer.ops.gpu import attention_fold, attention_prefill, cuda
 from minitransformer.ops.gpu import attention_warp as warp
 from minitransformer.ops.rounding import ex2_table
 
@@ -28,7 +28,8 @@ CALLS = {
 ENTRY = """
 extern "C" void run(int blocks, const float *table, i64 *old_rows, i64 *old_positions, const u16 *q, const u16 *k,
         const u16 *v, const i64 *positions, const i64 *rows, const int *bounds, u16 *o, float *m, float *l, float *acc,
-        float scale, int heads, int max_keys, int lines, int sequences, int segments, int store_rows, int fetching) {
+        float scale, int heads, int max_keys, int lines, int sequences, int segments, int store_rows, int rest,
+        int fetching) {
     exp2_table = table;
     std::once_flag once;
     ended = &once;
@@ -37,7 +38,7 @@ extern "C" void run(int blocks, const float *table, i64 *old_rows, i64 *old_posi
     };
     launch(blocks, 32, SLOTS * KEYS * WIDTH, [=] {
         alone(q, k, v, old_positions, old_rows, bounds, o, m, l, acc, scale, heads, max_keys, lines, sequences,
-            segments, store_rows, fetching);
+            segments, store_rows, rest, fetching);
     });
 }
 """
@@ -84,5 +85,5 @@ def forward(q: Tensor, k: Tensor, v: Tensor, batch: Batch, slots: int, texts=(No
     rows, positions = batch.key_rows_SL, batch.positions_T
     old = torch.randint_like(rows, len(k)), torch.full_like(positions, max_keys - 1)
     _call(run, pieces, (*old, q, k, v, positions, rows, bounds, o, m, l, acc, scale, N, max_keys, T * N, sequences,
-                        segments, len(k), 2))  # fmt: skip
+                        segments, len(k), (attention_prefill.box(batch.page_size) or 1) - 1, 2))  # fmt: skip
     return (o, m[0], l[0]) if segments == 1 else fold(m, l, acc, batch.positions_T, texts[1])

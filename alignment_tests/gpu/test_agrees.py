@@ -125,7 +125,7 @@ def paged(k, v, bounds: list[int], starts: list[int], ends: list[int], page: int
     return *stores, batch
 
 
-@pytest.mark.parametrize("page", [1, 5, 16, 64])
+@pytest.mark.parametrize("page", [1, 5, 16, 24, 64])
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), HEADS)
 def test_attention_paged_equals_packed(heads, kv_heads, width, page):
     lengths = [1, 95, 128, 130, 64, 257, 33]
@@ -182,6 +182,31 @@ def test_attention_does_not_see_another_sequences_nan(heads, kv_heads, width):
     q, k, v, batch = q.cuda(), k.cuda(), v.cuda(), batch.to("cuda")
     for schedule in schedules(heads, kv_heads, width, max(lengths)):
         agree([x.cpu()[rows] for x in gpu.attention.forward(q, k, v, batch, schedule)], want, str(schedule))
+
+
+@pytest.mark.parametrize("page", [0, 1, 16])
+def test_attention_by_programs_of_many_pieces_of_work(page, monkeypatch):
+    """Again and again and from a graph, of which a piece of work could overtake the one before."""
+    monkeypatch.setattr(gpu.device, "multiprocessors", lambda home: 3)
+    lengths, schedule = [700, 3, 300], gpu.attention.Prefill(3)
+    q, k, v = qkv(sum(lengths), 8, 1, 128, seed=47)
+    batch = Batch.packed([[0] * n for n in lengths])
+    want = attention.forward(q, k, v, batch)
+    if page:
+        bounds = list(itertools.accumulate(lengths, initial=0))
+        k, v, batch = paged(k, v, bounds, [0, 0, 0], lengths, page, seed=48)
+    args = q.cuda(), k.cuda(), v.cuda(), batch.to("cuda"), schedule
+    for turn in range(3):
+        agree(gpu.attention.forward(*args), want, f"turn {turn}")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = [gpu.attention.forward(*args) for _ in range(2)]
+    for turn in range(3):
+        graph.replay()
+        for one in got:
+            agree(one, want, f"replay {turn}")
+            for x in one:
+                x.zero_()
 
 
 def test_repeats():

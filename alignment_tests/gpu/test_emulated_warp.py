@@ -84,6 +84,8 @@ FAULTS = {
     "what lies behind the end": ("* 16, x < valid", "* 16, true", "several queries"),
     "a tile's own maximum": ("m[h] = fmaxf(run.m[h], top[h]);", "m[h] = top[h];", "segments"),
     "what the kernel in front writes over": ("    in_turn();\n    Item item", "    Item item", "long tables"),
+    "another page's rows": ("(j & ~rest)", "(j & ~31)", "several queries"),
+    "a page's first row": (" + (j & rest)", "", "sixteen rows"),
     "a segment's numbers where the first's belong": ("(i64)item.segment * in.lines", "0", "segments"),
     "segments in another order": ("__shfl_sync(~0u, now, s)", "__shfl_sync(~0u, now, s ^ 1)", "segments"),
     "a segment's factor for both": ("part[s][j] * b", "part[s][j] * a", "segments"),

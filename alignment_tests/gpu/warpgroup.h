@@ -18,6 +18,17 @@ static float __shfl_sync(unsigned all, float value, int source) {
     return value;
 }
 static float __shfl_xor_sync(unsigned all, float value, int by) { return __shfl_sync(all, value, lane() ^ by); }
+// Of both halves: a + b, then the least or the most.
+static unsigned halves(unsigned a, unsigned b, unsigned c, bool least) {
+    unsigned both = 0;
+    for (int h = 0; h < 32; h += 16) {
+        unsigned sum = (a >> h) + (b >> h) & 0xFFFF, other = c >> h & 0xFFFF;
+        both |= (least ? std::min(sum, other) : std::max(sum, other)) << h;
+    }
+    return both;
+}
+static unsigned __viaddmin_u16x2(unsigned a, unsigned b, unsigned c) { return halves(a, b, c, true); }
+static unsigned __viaddmax_u16x2(unsigned a, unsigned b, unsigned c) { return halves(a, b, c, false); }
 static bool __any_sync(unsigned all, bool value) { return __ballot_sync(all, value) != 0; }
 static bool __all_sync(unsigned all, bool value) { return __ballot_sync(all, value) == ~0u; }
 static float __int_as_float(int bits) {
@@ -35,7 +46,8 @@ static float ex2(float x) {
     if (whole < -126) return 0;
     return whole > 127 ? INFINITY : std::ldexp(exp2_table[part], (int)whole);
 }
-static unsigned pack_bf16(float low, float high) { return nearest_bf16(low) | (unsigned)nearest_bf16(high) << 16; }
+static unsigned packed(float value) { return std::isnan(value) ? 0x7FFF : nearest_bf16(value); }  // as the GPU's cvt
+static unsigned pack_bf16(float low, float high) { return packed(low) | packed(high) << 16; }
 
 // Which block of its cluster this is.
 static int block_rank() {
@@ -96,6 +108,21 @@ static void copy_tile(unsigned to, const unsigned long long *map, int column, in
         phase_of(barrier, block).bytes -= map[3] * map[4] * size;
         settle(phase_of(barrier, block));
     }
+}
+
+// The same of three sizes: 64 columns of some heads of some tokens; words: address, tokens, heads, columns, tokens and heads.
+static void copy_box(unsigned to, const unsigned long long *map, int x, int y, int z, unsigned barrier) {
+    for (int t = 0; t < map[4]; t++)
+        for (int h = 0; h < map[5]; h++)
+            for (int c = 0; c < 64; c++) {
+                bool inside = z + t < map[1] && y + h < map[2] && x + c < map[3];
+                unsigned value = 0;
+                if (inside) memcpy(&value, (const char *)map[0] + (((z + t) * map[2] + y + h) * map[3] + x + c) * 2, 2);
+                memcpy(&shared_byte(to + ((t * map[5] + h) * 64 + c) * 2), &value, 2);
+            }
+    std::lock_guard<std::mutex> lock(guard);
+    phase_of(barrier).bytes -= map[4] * map[5] * 128;
+    settle(phase_of(barrier));
 }
 
 struct Four { std::barrier<> barrier{128}; unsigned a[4][32][4]; };

@@ -4,7 +4,7 @@ The hardware's exp2 and the order of tl.sum over a tile whose rows belong to one
 quad_sum. So a tile has at least 16 rows a warp and 64 keys, and nothing else about a schedule matters. A tile's rows
 are (token, query head) pairs that share a key/value head.
 
-attention_prefill  many queries: keys by the copy engine, out of one copy of the pages if they lie in pages
+attention_prefill  many queries: keys by the copy engine, out of their pages or, where that costs more, of one copy
 attention_decode   few queries: one segment of keys a program, then attention_fold
 attention_warp     few queries, many segments of keys: the same, by one warp each
 attention_cluster  few queries and few segments: several blocks share one
@@ -139,13 +139,28 @@ def _contiguous(batch: Batch, store_rows: int) -> bool:
     return batch.__dict__["_contiguous"]
 
 
+def _lie_together(schedule: Prefill, batch: Batch, group: int, G: int, H: int, home: torch.device) -> int:
+    """How many keys of a page a load brings; 0: pages are copied first."""
+    together, tokens = attention_prefill.box(batch.page_size), attention_prefill.ROWS // group * schedule.groups
+    new = [b - a for a, b in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)]
+    # Pieces of work and how many tiles one has on average.
+    work = [(cdiv(n, tokens) * G, (kv_len - n // 2) // KEY_TILE) for n, kv_len in zip(new, batch.kv_lens, strict=True)]
+    evenly = sum(pieces * tiles for pieces, tiles in work) // device.multiprocessors(home)
+    tiles = max(evenly, max(tiles for _, tiles in work))
+    return together if attention_prefill.from_pages(together, tiles, sum(batch.kv_lens), G * H) else 0
+
+
 def _prefill(schedule: Prefill, q, k, v, batch: Batch, positions, key_rows, bounds, longest: int, outputs) -> None:
-    starts = bounds
+    (_, N, H), G, home = q.shape, k.shape[1], q.device
+    starts, pages = bounds, None
     if not _contiguous(batch, k.shape[0]):
-        starts = _kept(batch, "starts", q.device, lambda: attention_pages.starts(batch.kv_lens))
-        k, v = attention_pages.gather(k, v, key_rows, positions, bounds, starts, batch.kv_lens)
-    q, k, v = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (q, k, v))  # it is copied by 16 bytes
-    attention_prefill.forward(q, k, v, positions, bounds, starts, longest, outputs, *schedule)
+        together = _lie_together(schedule, batch, N // G, G, H, home)
+        starts, pages = None, (key_rows, together)
+        if not together:
+            starts, pages = _kept(batch, "starts", home, lambda: attention_pages.starts(batch.kv_lens)), None
+            k, v = attention_pages.gather(k, v, key_rows, positions, bounds, starts, batch.kv_lens)
+    q, k, v = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (q, k, v))  # the copy engine wants that
+    attention_prefill.forward(q, k, v, positions, bounds, starts, pages, longest, outputs, *schedule)
 
 
 def _tiles(schedule, q, k, v, batch: Batch, positions, key_rows, bounds, longest, outputs) -> None:
@@ -166,7 +181,8 @@ def _tiles(schedule, q, k, v, batch: Batch, positions, key_rows, bounds, longest
     if isinstance(schedule, Alone | Cluster):
         parts = o, m_s, l_s, acc_s if split else None
         kernel = attention_warp if isinstance(schedule, Alone) else attention_cluster
-        kernel.launch(*schedule, longest, q, k, v, positions, key_rows, bounds, parts, segments)
+        more = (attention_prefill.box(batch.page_size) or 1,) if isinstance(schedule, Alone) else ()
+        kernel.launch(*schedule, longest, q, k, v, positions, key_rows, bounds, parts, segments, *more)
     elif isinstance(schedule, Decode):
         attention_decode.decode_kernel[(pairs, batch.num_sequences)](
             *common, KEY_TILE, SEGMENT, schedule.tiles, split,
@@ -190,8 +206,8 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """BF16 q [T, N, H], store k, v [rows, G, H] and the batch on one Hopper GPU -> (o BF16, m, l FP32 [T, N]).
 
-    Scratch: for few queries 4 (H + 2) bytes a query head and 1024 keys, for many a copy of the keys and values if they
-    lie in pages.
+    Scratch: for few queries 4 (H + 2) bytes a query head and 1024 keys, for many perhaps a copy of the keys and values
+    if they lie in pages.
     """
     home = q_TNH.device
     q, k, v = device.take("attention", home, torch.bfloat16, q_TNH, k_RGH, v_RGH)

@@ -1,5 +1,5 @@
 // attention/2 for many queries on Hopper (ops/attention.py has the spec): persistent blocks of one warp that loads tiles
-// of 64 keys by the copy engine, and GROUPS groups of four warps that own 64 rows each, (token, query head) pairs.
+// of 64 keys by the copy engine, out of their pages too, and GROUPS groups of four warps that own 64 rows each, (token, query head) pairs.
 //
 // While a group does the softmax of tile t, its P V product of tile t - 1 and the other groups' products are under way; three
 // groups, because the softmax of one is a chain that leaves most cycles to others. For their registers, the scores of tile
@@ -8,75 +8,11 @@
 // the spec's quad sum is made of.
 //
 // Compiled with: GROUP (query heads a key/value head), WIDTH (head size, 64 or 128), GROUPS (of attention.Prefill), KEYS (64)
-// a tile, SEGMENT (16) tiles, SLOTS (2) of tiles of keys, and of values, SHARED (bytes).
+// a tile, SEGMENT (16) tiles, SLOTS (2) of tiles of keys, and of values, SHARED (bytes), BOX: keys that lie together, a multiple
+// of 8 that divides KEYS.
 
-#include "hopper.cuh"
+#include "attention_work.cuh"
 
-#define TOKENS (64 / GROUP)  // of a group of warps
-#define TILE (KEYS * WIDTH * 2)  // bytes
-#define OUT (WIDTH / 2)  // a thread's elements of the output
-
-struct Inputs {
-    const u16 *q;
-    const i64 *positions;
-    const int *bounds, *starts;
-    int heads, pairs, blocks;
-};
-
-// A piece of work: GROUPS * TOKENS tokens from `first` of a sequence and a key/value head. shift: position minus token;
-// row0: row of key 0. No tiles: there is no more work.
-struct Item { int first, end, head, row0, shift, tiles; };
-
-struct Shared {
-    char k[SLOTS][TILE], v[SLOTS][TILE];  // 64 columns (128 bytes, swizzled) x 64 keys, then the next 64 columns
-    char q[GROUPS][64 * WIDTH * 2];  // 64 rows in the same way
-    float4 kept[GROUPS][4][OUT / 4][32];  // of each thread of each warp: o of the segments before
-    Item items[2];
-    u64 full_k[SLOTS], empty_k[SLOTS], full_v[SLOTS], empty_v[SLOTS];
-};
-static_assert(sizeof(Shared) == SHARED, "attention_prefill.py counts other bytes");
-
-// The program's work number `wave` or, where a sequence is shorter, the next: forward and back over the programs, the late
-// tokens, which have the most keys, first.
-__device__ __forceinline__ bool find(const Inputs &in, u32 &wave, Item &item) {
-    for (;; wave++) {
-        int i = wave * gridDim.x + (wave % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-        if (i >= in.pairs * in.blocks) return false;
-        int kv_heads = in.heads / GROUP, pair = i % in.pairs, sequence = pair / kv_heads;
-        int first = in.bounds[sequence] + (in.blocks - 1 - i / in.pairs) * GROUPS * TOKENS, end = in.bounds[sequence + 1];
-        if (first >= end) continue;
-        int shift = (int)in.positions[first] - first, last = min(first + GROUPS * TOKENS, end) - 1 + shift;
-        // Two tiles at least: one that is masked whole changes nothing, and the pipeline has no case for one alone.
-        item = {first, end, pair % kv_heads, in.starts[sequence], shift, max(last / KEYS + 1, 2)};
-        return true;
-    }
-}
-
-__device__ __forceinline__ void load_tile(char *to, const TensorMap *map, int column, int row, u64 *full) {
-    expect(full, TILE);
-#pragma unroll
-    for (int c = 0; c < WIDTH; c += 64) load(to + c * 128, map, column + c, row, full);
-}
-
-// The keys of a tile, then the values of the tile before, which are needed later.
-__device__ __forceinline__ void produce(Shared &at, const Inputs &in, const TensorMap *k, const TensorMap *v) {
-    Item item{0, 1, 0, 0, 0, 0};
-    int row = 0, column = 0;
-    for (u32 n = 0, wave = 0, count = 0;; wave++, count++) {
-        if (!find(in, wave, item)) item.tiles = 0;
-        for (int t = 0; t < max(item.tiles, 1); t++, n++) {
-            const u32 slot = n % SLOTS, before = (n - 1) % SLOTS;
-            wait(&at.empty_k[slot], (n / SLOTS & 1) ^ 1);
-            // The item before the last was read before the tile was given back that lay here.
-            if (t == 0) at.items[count % 2] = item;
-            if (item.tiles > 0) load_tile(at.k[slot], k, item.head * WIDTH, item.row0 + t * KEYS, &at.full_k[slot]);
-            if (n > 0) wait(&at.empty_v[before], ((n - 1) / SLOTS & 1) ^ 1);
-            if (n > 0) load_tile(at.v[before], v, column, row, &at.full_v[before]);
-            if (item.tiles == 0) return arrive(&at.full_k[slot]);
-            column = item.head * WIDTH, row = item.row0 + t * KEYS;
-        }
-    }
-}
 
 // Tiles in shared memory for the tensor core: 128-byte swizzle, 8 rows every 1024 bytes, 64 columns every 8192. The first
 // one's low half, and tile `slot` from `bytes` on.
@@ -151,33 +87,22 @@ struct Group {
     __device__ __forceinline__ float &kept_one(int i) const { return (&kept[i / 4][0].x)[i % 4]; }
 
     // The thread of the group. The compiler may not know: it would keep too many addresses for the whole kernel.
-    static __device__ __forceinline__ int here() {
-        int thread = threadIdx.x % 128;
+    static __device__ __forceinline__ u32 here() {
+        u32 thread = threadIdx.x % 128;
         asm volatile("" : "+r"(thread));
         return thread;
     }
 
-    // Starts copying the queries of the item whose first tile is tile t.
-    __device__ __forceinline__ void ahead(Item &item, int t) {
+    // The item whose first tile is tile t.
+    __device__ __forceinline__ Item ahead(int t) const {
         arrived(at.full_k, t);
-        item = at.items[count % 2];
-        meet(which);  // nobody reads the queries of the item before
-        const int thread = here(), chunk = thread % (WIDTH / 8), first = thread / (WIDTH / 8);
-        char *to = at.q[which] + chunk / 8 * 8192 + first * 128 + (chunk % 8 ^ first % 8) * 16;
-        // Spare rows repeat the last token and are not stored.
-#pragma unroll
-        for (int r = 0; r < 64; r += 1024 / WIDTH) copy(to + r * 128, row_of(item, first + r) + chunk * 8);
+        return at.items[count % 2];
     }
 
-    // The first scores of the item, whose queries have been copied.
+    // The item's first scores.
     __device__ __forceinline__ void begin(float (&s)[32]) const {
-        copied(), show(), meet(which);
+        wait(&at.full_q, count % 2);
         fence(), scores(s, q, k, slot(0)), commit();
-    }
-
-    __device__ __forceinline__ const u16 *row_of(const Item &item, int r) const {
-        const int token = min(item.first + which * TOKENS + r / GROUP, item.end - 1);
-        return in.q + ((i64)token * in.heads + item.head * GROUP + r % GROUP) * WIDTH;
     }
 
     // Values past the sequence's end are another's or what lay there: NaN times a weight of 0 would be NaN.
@@ -227,12 +152,14 @@ struct Group {
     __device__ __forceinline__ void step(float (&s)[32], int t, Item *item) {
         release(at.empty_k, t);
         if (!FIRST) add_up();
-        if (!MORE) ahead(*item, t + 1);
+        if (!MORE) *item = ahead(t + 1);
         const bool fresh = t % SEGMENT == 0;
+        int second = t == SEGMENT;
+        asm volatile("" : "+r"(second));  // or the compiler makes two loops of one, and a slower one
         float old[2], now[2];
         if (fresh || t >= whole) {
             if (fresh) {
-                if (!FIRST) fold(t == SEGMENT, old, now);
+                if (!FIRST) fold(second, old, now);
                 m[0] = m[1] = -1e30f, l[0] = l[1] = 0;
             }
             if ((t + 1) * KEYS > keys) arrived(at.full_v, t), clear(t);
@@ -249,7 +176,7 @@ struct Group {
         finish<0>(), hold(o);
         if (!FIRST) release(at.empty_v, t - 1);
         if (fresh) {
-            if (!FIRST) fold_o<true>(t == SEGMENT, old, now);
+            if (!FIRST) fold_o<true>(second, old, now);
 #pragma unroll
             for (int i = 0; i < OUT; i++) o[i] = 0;
             shrink[0] = shrink[1] = 1;  // of zeros
@@ -294,40 +221,72 @@ struct Group {
     }
 
     __device__ __forceinline__ void store(const Item &item, u16 *o_out, float *m_out, float *l_out) {
-        const bool plain = divide();
-        const int lane = here() % 32, rows = min(item.end - item.first - which * TOKENS, TOKENS) * GROUP;
-        const i64 line0 = (i64)(item.first + which * TOKENS) * in.heads + item.head * GROUP;
-        const auto line = [&](int r) { return line0 + (i64)(r / GROUP) * in.heads + r % GROUP; };
+        const u32 lane = here() % 32, rows = max(min(item.end - item.first - which * TOKENS, TOKENS), 0) * GROUP;
+        const i64 begin = (i64)(item.first + which * TOKENS) * in.heads + item.head * GROUP;
+        const auto line = [&](u32 r) -> u64 { return r / GROUP * in.heads + r % GROUP; };  // from there
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const int r = row + 8 * h;
-            write(m_out + line(r), __float_as_uint(m[h]), r < rows && column == 0);
-            write(l_out + line(r), __float_as_uint(l[h]), r < rows && column == 0);
+            const u32 r = row + 8 * h;
+            write(m_out + begin + line(r), __float_as_uint(m[h]), r < rows && column == 0);
+            write(l_out + begin + line(r), __float_as_uint(l[h]), r < rows && column == 0);
         }
         char *mine = (char *)(kept[0] - lane);  // the warp's
         __syncwarp();  // nobody reads what is kept there
-        if (plain) stage<true>(mine); else stage<false>(mine);
+        if (!stage_quick(mine)) {
+            __syncwarp();
+            const bool plain = divide();
+            __syncwarp();
+            if (plain) stage<true>(mine); else stage<false>(mine);
+        }
         __syncwarp();
         constexpr int ACROSS = WIDTH / 8;  // threads of 16 bytes a row
+        u16 *to = o_out + begin * WIDTH + lane % ACROSS * 8;
 #pragma unroll
         for (int i = 0; i < ACROSS / 2; i++) {
-            const int own = i * (32 / ACROSS) + lane / ACROSS, r = row / 16 * 16 + own, chunk = lane % ACROSS;
+            const u32 own = i * (32 / ACROSS) + lane / ACROSS, r = row / 16 * 16 + own, chunk = lane % ACROSS;
             const uint4 part = *(const uint4 *)(mine + own * WIDTH * 2 + (chunk ^ own % 8) * 16);
-            if (r < rows) *(uint4 *)(o_out + line(r) * WIDTH + chunk * 8) = part;
+            write(to + line(r) * WIDTH, part, r < rows);
         }
         __syncwarp();
     }
 
-    // The output in BF16 into shared memory, 16 bytes of a row in turned places.
+    // o times 1 / l in BF16 into shared memory -> whether all of the warp are o / l so. A product is at most one step of FP32
+    // from the quotient, which matters in the middle between two numbers of BF16 and a step from it.
+    __device__ __forceinline__ bool stage_quick(char *to) const {
+        const float inverse[2] = {__frcp_rn(l[0]), __frcp_rn(l[1])};
+        u32 least = ~0u, most = 0;  // of two each: steps from one before the middle, twice the size
+        put(to, [&](int i) {
+            const float a = o[2 * i] * inverse[i % 2], b = o[2 * i + 1] * inverse[i % 2];
+            const u32 pair = pack(a, b), low = __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x5410);
+            least = __viaddmin_u16x2(low, 0x80018001, least), most = __viaddmax_u16x2(pair, pair, most);
+            return pair;
+        });
+        bool good = min(least & 0xffff, least >> 16) > 2 && max(most & 0xffff, most >> 16) <= 0xff00;  // no NaN
+#pragma unroll
+        for (int h = 0; h < 2; h++) good = good && l[h] >= 1 && l[h] < 0x1p64f;
+        return __all_sync(~0u, good);
+    }
+
+    // Pairs of the output, 16 bytes of a row in turned places.
+    template <class Pair>
+    __device__ __forceinline__ void put(char *to, Pair pair) const {
+#pragma unroll
+        for (int c = 0; c < 8; c++) {
+            char *at = to + row % 16 * WIDTH * 2 + column * 2 + (c ^ row % 8) * 16;
+#pragma unroll
+            for (int i = 2 * c; i < OUT / 2; i += 16)
+                *(u32 *)(at + i / 16 * 128) = pair(i), *(u32 *)(at + i / 16 * 128 + 8 * WIDTH * 2) = pair(i + 1);
+        }
+    }
+
     template <bool NUMBERS>
     __device__ __forceinline__ void stage(char *to) const {
-#pragma unroll
-        for (int i = 0; i < OUT / 2; i++) {
+        put(to, [&](int i) {
             u32 pair = pack(o[2 * i], o[2 * i + 1]);
             if (!NUMBERS && o[2 * i] != o[2 * i]) pair = pair & 0xffff0000 | 0x7fc0;
             if (!NUMBERS && o[2 * i + 1] != o[2 * i + 1]) pair = pair & 0xffff | 0x7fc00000;
-            *(u32 *)(to + (row % 16 + i % 2 * 8) * WIDTH * 2 + (i / 2 ^ row % 8) * 16 + column * 2) = pair;
-        }
+            return pair;
+        });
     }
 
     // o / l, rounded to nearest -> whether all of the warp are numbers. With 1 / l rounded so, two corrections of the
@@ -359,31 +318,37 @@ struct Group {
     }
 };
 
-// k, v: [rows, columns] BF16; q, o [T, N, WIDTH] BF16, positions int64 [T], bounds int32 [S + 1], starts int32 [S], m, l [T, N] FP32.
-extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) prefill(const __grid_constant__ TensorMap k,
-        const __grid_constant__ TensorMap v, const u16 *q, const i64 *positions, const int *bounds, const int *starts, u16 *o,
-        float *m, float *l, float scale, int heads, int pairs, int blocks) {
+// k, v: [rows, columns] BF16; q, o [T, N, WIDTH] BF16, positions int64 [T], bounds int32 [S + 1], m, l [T, N] FP32. key_rows: int64
+// [S, max_keys], or null if sequence s lies from row starts[s] on, int32 [S].
+extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) prefill(const __grid_constant__ TensorMap q,
+        const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v, const i64 *positions, const i64 *key_rows,
+        const int *bounds, const int *starts, u16 *o, float *m, float *l, float scale, int heads, int pairs, int blocks,
+        int max_keys) {
     extern __shared__ __align__(1024) char memory[];
     Shared &at = *(Shared *)memory;
-    Inputs in{q, positions, bounds, starts, heads, pairs, blocks};
+    Inputs in{positions, key_rows, bounds, starts, heads, pairs, blocks, max_keys};
     if (threadIdx.x == 0) {
 #pragma unroll
         for (int i = 0; i < SLOTS; i++) {
             init(&at.full_k[i], 1), init(&at.full_v[i], 1);
             init(&at.empty_k[i], 4 * GROUPS), init(&at.empty_v[i], 4 * GROUPS);
         }
+        init(&at.full_q, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
     if (threadIdx.x < 128 * GROUPS) {
-        // With the loading warps' 24 a thread no more than there are.
+        // With the loading warps' no more than there are at the beginning.
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(GROUPS == 3 ? 160 : 240));
         const int thread = threadIdx.x % 128, which = __shfl_sync(~0u, threadIdx.x / 128, 0);
         Group group{at, in, (float4 (*)[32])&at.kept[which][thread / 32][0][thread % 32], scale, which};
         group.row = thread / 32 * 16 + thread % 32 / 4, group.column = thread % 4 * 2, group.count = group.n = 0;
+        for (int i = TOKENS * GROUP * 64 + thread; i < 64 * 64; i += 128)  // rows of no query
+#pragma unroll
+            for (int c = 0; c < WIDTH; c += 64) ((u16 *)(at.q[which] + c * 128))[i] = 0;
+        show(), meet(which);
         group.q = describe(at.q[which]), group.k = describe(at.k[0]), group.v = describe(at.v[0]);
-        Item item, done{};  // nothing of an item without tokens is stored
-        group.ahead(item, 0);
+        Item item = group.ahead(0), done{};  // nothing of an item without tokens is stored
         while (item.tiles > 0) {
             float s[32];
             group.begin(s);
@@ -393,7 +358,7 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) prefill(cons
         }
         group.store(done, o, m, l);
     } else {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        if (threadIdx.x == 128 * GROUPS) produce(at, in, &k, &v);
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(GROUPS == 3 ? 32 : 24));
+        if (threadIdx.x / 32 == 4 * GROUPS) produce(at, in, &q, &k, &v);
     }
 }

@@ -23,9 +23,12 @@ __device__ __forceinline__ void to_l2(const char *at) {
     for (int b = 0; b < ROW; b += 128) asm volatile("prefetch.global.L2 [%0];" :: "l"(at + b) : "memory");
 }
 
+// The row of key j, of keys that lie together by rest + 1, a power of two: one number is read for them all.
+__device__ __forceinline__ u32 row_of(const i64 *rows, int j, int rest) { return load_early(rows + (j & ~rest)) + (j & rest); }
+
 // Before in_turn: what piece i begins with comes to the L2 cache while the kernels in front still run. What those change is
 // read again later, so the numbers here are not kept, and a row that is none is left out.
-__device__ __forceinline__ void fetch(const Inputs &in, int i, int store_rows, int lane) {
+__device__ __forceinline__ void fetch(const Inputs &in, int i, int store_rows, int rest, int lane) {
     const int sequence = i / in.kv_heads() % in.sequences, segment = i / in.kv_heads() / in.sequences;
     const int last = in.bounds ? (int)load_early(in.bounds + sequence + 1) - 1 : sequence;
     const int inside = in.max_keys - segment * SEGMENT;
@@ -33,7 +36,7 @@ __device__ __forceinline__ void fetch(const Inputs &in, int i, int store_rows, i
     const i64 *rows = in.key_rows + (i64)sequence * in.max_keys + segment * SEGMENT;
     u32 row[EARLY];
 #pragma unroll
-    for (int h = 0; h < EARLY; h++) row[h] = h * HALF + lane < inside ? load_early(rows + h * HALF + lane) : ~0u;
+    for (int h = 0; h < EARLY; h++) row[h] = h * HALF + lane < inside ? row_of(rows, h * HALF + lane, rest) : ~0u;
 #pragma unroll
     for (int h = 0; h < EARLY; h++) {
         if (h * HALF + lane >= count || row[h] >= store_rows) continue;
@@ -46,7 +49,7 @@ struct Copies {
     const Inputs &in;
     const Item &item;
     u32 ring, slot;
-    int lane, inside, tile;  // keys of the segment in the table; the tile after the one that is copied
+    int lane, inside, rest, tile;  // keys of the segment in the table; the tile after the one that is copied
     u32 row[2], ahead[2];    // of both halves' keys, one a lane: where a key or value begins, in chunks; the next tile's rows
 
     // Asks for the numbers of the next tile's rows.
@@ -54,7 +57,7 @@ struct Copies {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int j = tile * KEYS + h * HALF + lane;
-            if (j < inside) ahead[h] = load_early(item.rows + j);
+            if (j < inside) ahead[h] = row_of(item.rows, j, rest);
         }
     }
 
@@ -108,15 +111,15 @@ __device__ __forceinline__ void product(float (&acc)[WIDTH / 2], const u32 *p, u
 // The first `fetching` blocks begin before the kernel in front has ended.
 extern "C" __global__ void __launch_bounds__(32, 1) alone(const u16 *q, const u16 *k, const u16 *v, const i64 *positions,
         const i64 *key_rows, const int *bounds, u16 *o, float *m_out, float *l_out, float *acc_out, float scale, int heads,
-        int max_keys, int lines, int sequences, int segments, int store_rows, int fetching) {
+        int max_keys, int lines, int sequences, int segments, int store_rows, int rest, int fetching) {
     extern __shared__ __align__(1024) char memory[];
     const Inputs in{q, k, v, positions, key_rows, bounds, o, m_out, l_out, acc_out, scale, heads, max_keys, lines, sequences,
         segments};
     const int lane = threadIdx.x;
-    if (blockIdx.x < fetching) fetch(in, blockIdx.x, store_rows, lane);
+    if (blockIdx.x < fetching) fetch(in, blockIdx.x, store_rows, rest, lane);
     in_turn();
     Item item = locate(in, blockIdx.x);
-    Copies copies{in, item, address(memory), 0, lane, max_keys - item.segment * SEGMENT, 0};
+    Copies copies{in, item, address(memory), 0, lane, max_keys - item.segment * SEGMENT, rest, 0};
     copies.look();
     if (!count(in, item)) return;
     copies.begin<SLOTS - 2>();

@@ -28,9 +28,10 @@ def resident(H: int, slots: int) -> int:
 
 def launch(
     slots: int, longest: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, key_rows: Tensor, bounds: Tensor,
-    outputs: tuple[Tensor, Tensor, Tensor, Tensor | None], segments: int,
+    outputs: tuple[Tensor, Tensor, Tensor, Tensor | None], segments: int, together: int,
 ) -> None:  # fmt: skip
-    """Fills outputs: o, m, l if segments is 1, else m, l and acc of each that has keys."""
+    """Fills outputs: o, m, l if segments is 1, else m, l and acc of each that has keys. together: so many keys lie in
+    neighbouring rows, a power of two that divides KEY_TILE."""
     (T, N, H), G, (sequences, max_keys) = q.shape, k.shape[1], key_rows.shape
     q, k, v = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (q, k, v))  # they are copied by 16 bytes
     size = shared(H, slots)
@@ -38,6 +39,6 @@ def launch(
     bounds = None if longest == 1 and T == sequences else bounds  # sequence s is token s
     pieces = G * sequences * segments
     fetching = min(pieces, device.multiprocessors(q.device) * resident(H, slots))  # those that begin at once
-    sizes = N, max_keys, T * N, sequences, segments, k.shape[0], fetching
+    sizes = N, max_keys, T * N, sequences, segments, k.shape[0], together - 1, fetching
     arguments = q, k, v, positions, key_rows, bounds, *outputs, float(_scale(H)), *sizes
     cuda.launch(function, pieces, 32, size, arguments, device.EARLY["launch_pdl"])

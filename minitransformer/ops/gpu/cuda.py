@@ -8,6 +8,8 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import NamedTuple
 
@@ -135,8 +137,8 @@ def launch(
     early: bool = False, meets: bool = False,
 ) -> None:  # fmt: skip
     """On the current stream of the current GPU. A tensor is its pointer, None a null pointer, an int an `int`, a float
-    a `float`, a window [rows, columns] the copy engine's map: zeros outside, blocks of BF16 (not of int32) swizzled by
-    128 bytes.
+    a `float`, a window [rows, columns], or of one size more, the copy engine's map: zeros outside, blocks of BF16 (not
+    of int32) swizzled by 128 bytes.
 
     early: the kernel may begin before the one in front of it has ended (programmatic dependent launch), and waits by
     griddepcontrol.wait where it must. meets: its blocks wait for each other, so all must run at once (a cooperative
@@ -226,16 +228,18 @@ def _value(argument) -> ctypes._SimpleCData | ctypes.Array:
 
 
 @lru_cache(maxsize=4096)
-def _map(at: int, shape: tuple[int, int], block: tuple[int, int], dtype: torch.dtype, fetch: int) -> ctypes.Array:
+def _map(at: int, shape: tuple[int, ...], block: tuple[int, ...], dtype: torch.dtype, fetch: int) -> ctypes.Array:
     """A map says where and what shape, so one address has one map, whoever owns it."""
     memory = (ctypes.c_uint64 * 24)()
     place = (ctypes.c_uint64 * 16).from_buffer(memory, -ctypes.addressof(memory) % 64)
-    sizes, stride = (ctypes.c_uint64 * 2)(*reversed(shape)), (ctypes.c_uint64 * 1)(dtype.itemsize * shape[1])
-    box, steps = (ctypes.c_uint32 * 2)(*reversed(block)), (ctypes.c_uint32 * 2)(1, 1)
+    rank, inner = len(shape), accumulate(reversed(shape[1:]), mul)
+    sizes, strides = (ctypes.c_uint64 * rank)(*reversed(shape)), [dtype.itemsize * n for n in inner]
+    stride = (ctypes.c_uint64 * (rank - 1))(*strides)
+    box, steps = (ctypes.c_uint32 * rank)(*reversed(block)), (ctypes.c_uint32 * rank)(*[1] * rank)
     kind, swizzle = {torch.bfloat16: (9, 3), torch.int32: (3, 0)}[dtype]
     promotion = {128: 2, 256: 3}[fetch]
     code = _driver().cuTensorMapEncodeTiled(
-        place, kind, 2, ctypes.c_void_p(at), sizes, stride, box, steps, 0, swizzle, promotion, 0
+        place, kind, rank, ctypes.c_void_p(at), sizes, stride, box, steps, 0, swizzle, promotion, 0
     )
     _done(code, _driver(), f"a map of {shape}")
     return place

@@ -27,6 +27,17 @@ __device__ __forceinline__ void load(char *to, const TensorMap *map, int column,
         :: "r"(address(to)), "l"(map), "r"(column), "r"(row), "r"(address(barrier)) : "memory");
 }
 
+__device__ __forceinline__ bool elected() {  // one lane, and the compiler knows
+    u32 yes;
+    asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;}" : "=r"(yes));
+    return yes;
+}
+
+__device__ __forceinline__ void load(char *to, const TensorMap *map, int x, int y, int z, u64 *barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+        :: "r"(address(to)), "l"(map), "r"(x), "r"(y), "r"(z), "r"(address(barrier)) : "memory");
+}
+
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
 
@@ -68,16 +79,14 @@ __device__ __forceinline__ void hold(float (&d)[N]) {  // values that the tensor
 template <int LEFT>
 __device__ __forceinline__ void finish() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory"); }
 
-// 16 bytes to shared memory; copied: this thread's copies are there.
-__device__ __forceinline__ void copy(char *to, const void *from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(address(to)), "l"(from) : "memory");
-}
-
-__device__ __forceinline__ void copied() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
 __device__ __forceinline__ void write(void *at, u32 bits, bool valid) {  // without a branch
     asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0;\n@p st.global.u32 [%0], %1;}"
         :: "l"(at), "r"(bits), "r"((int)valid) : "memory");
+}
+
+__device__ __forceinline__ void write(void *at, uint4 v, bool valid) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %5, 0;\n@p st.global.v4.u32 [%0], {%1, %2, %3, %4};}"
+        :: "l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"((int)valid) : "memory");
 }
 
 // What this thread has written to shared memory is there for the tensor core, once the group has met.

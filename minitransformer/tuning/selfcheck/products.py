@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -123,3 +124,5 @@ def _attention(home: torch.device) -> Iterator[Pair]:
             runs = ((s, partial(gpu.attention.forward, schedule=s)) for s in every
                     if gpu.attention.fits(s, queries, N // G, H))  # fmt: skip
             yield from _also(chosen, home, runs, q[rows], k, v, batch)
+            apart = "no two rows known to lie together", gpu.attention.forward
+            yield from _also(chosen, home, [apart], q[rows], k, v, replace(batch, page_size=1))
