@@ -15,27 +15,29 @@ FP32, BF16, SWIGLU = range(3)  # what becomes of a tile: OUT in the kernel's tex
 
 
 class Many(NamedTuple):
-    """A schedule: rows of x a tile, steps of 64 columns under way for each of two groups of warps."""
+    """A schedule: most rows of x a tile, steps of 64 columns under way for each of two groups of warps."""
 
     rows: int
     stages: int
 
     def shared(self, out: int) -> int:
-        """Bytes of shared memory: rings, their barriers, lines of y on their way to memory."""
-        lines = 2 * self.rows if out else 1
-        return 2 * self.stages * (128 * self.rows + 8 * 576 + 16) + lines * 144 + 128
+        """Bytes of shared memory: rings, their barriers, a part of y on its way to memory, scales."""
+        part = 4096 + 16 * 80 if out == SWIGLU else 1024 + (32 if out else 1) * 144
+        return 2 * (self.stages * (128 * self.rows + 4 * 576 + 16) + part + 4 * self.rows)
 
     def defines(self, exact: bool, out: int) -> tuple[tuple[str, int], ...]:
         return (("ROWS", self.rows), ("STAGES", self.stages), ("EXACT", int(exact)), ("OUT", out), ("WIDE", 0),
                 ("DECODE", 0), ("SHARED", self.shared(out)))  # fmt: skip
 
 
-CANDIDATES = Many(64, 7), Many(128, 4)
+CANDIDATES = Many(64, 8), Many(128, 5), Many(192, 3), Many(256, 3)
+STEP = 16  # rows of x: the tensor core's, so an expert's tiles have as many, up to this
 
 
 def choose(rows: int, experts: int) -> Many:
     """The schedule, measured on an H200; every choice gives the same bits."""
-    return CANDIDATES[0 if rows <= 48 * experts else 1]
+    average = rows / experts
+    return CANDIDATES[0 if average <= 48 else 1 if average <= 100 else 2 if average <= 160 else 3]
 
 
 def product(
@@ -53,11 +55,11 @@ def product(
     out = SWIGLU if swiglu else FP32 if y.dtype == torch.float32 else BF16
     words = packed.view(-1, packed.shape[2] * UNIT_WORDS)
     with on(x.device):
-        tiles, bound = schedule_of(bounds, R, schedule.rows)
+        tiles, bound = schedule_of(bounds, R, schedule.rows, STEP)
         how, shared = schedule.defines(scale_R is None, out), schedule.shared(out)
-        programs = min(device.multiprocessors(x.device), bound * cdiv(N, 128))
+        programs = min(device.multiprocessors(x.device), bound * cdiv(N, 64))
         cuda.launch(
             cuda.kernel(x.device, SOURCE, "many", how, shared), programs, THREADS, shared,
-            (Window(x, (schedule.rows, 64)), Window(words, (4, UNIT_WORDS)), scale_R, scale_EN, tiles, y, bound, E, N,
+            (Window(x, (schedule.rows // 4, 64)), Window(words, (2 if swiglu else 4, UNIT_WORDS)), scale_R, scale_EN, tiles, y, bound, E, N,
              K),
         )  # fmt: skip
