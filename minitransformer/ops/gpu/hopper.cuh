@@ -75,6 +75,12 @@ __device__ __forceinline__ void hold(float (&d)[N]) {  // values that the tensor
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i]) :: "memory");
 }
 
+template <int N>
+__device__ __forceinline__ void hold(u32 (&v)[N]) {  // nor are these made anew behind this
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+r"(v[i]));
+}
+
 // Waits for all groups of products but the last LEFT.
 template <int LEFT>
 __device__ __forceinline__ void finish() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory"); }

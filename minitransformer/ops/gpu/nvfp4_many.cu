@@ -76,11 +76,9 @@ __device__ __forceinline__ void produce(Shared &s, const TensorMap *x, const Ten
 
 struct Packed { uint4 codes; uint2 scales; };  // what a lane reads of a unit
 
-// Of this warp's 16 weight rows.
-__device__ __forceinline__ Packed read(const char *units) {
-    const int lane = threadIdx.x & 31;
-    const char *unit = units + threadIdx.x / 32 % 4 * UNIT;
-    return {*(const uint4 *)(unit + 16 * lane), *(const uint2 *)(unit + 512 + lane / 4 * 8)};
+// Of this warp's 16 weight rows. at: where in a stage its lanes' codes and scales lie.
+__device__ __forceinline__ Packed read(const char *stage, const u32 (&at)[2]) {
+    return {*(const uint4 *)(stage + at[0]), *(const uint2 *)(stage + at[1])};
 }
 
 __device__ __forceinline__ void decode_step(const Packed &of, int step, u32 (&a)[4]) {
@@ -95,9 +93,10 @@ __device__ __forceinline__ void decode_step(const Packed &of, int step, u32 (&a)
 template <int N>
 __device__ __forceinline__ void chain(Shared &s, float (&acc)[ROWS / 2], int units, int which, Ring &ring) {
     const int lane = threadIdx.x & 31;
-    u32 a[4][4];
+    u32 a[4][4], at[2] = {threadIdx.x / 32 % 4 * UNIT + 16 * lane, threadIdx.x / 32 % 4 * UNIT + 512 + lane / 4 * 8};
+    hold(at);  // in registers, where they are not made again and again
     wait(&s.full[which][ring.slot], ring.round);
-    Packed packed = read(s.w[which][ring.slot]), coming;
+    Packed packed = read(s.w[which][ring.slot], at), coming;
     decode_step(packed, 0, a[0]), decode_step(packed, 1, a[1]);
     int last = ring.slot;
 #pragma unroll 1
@@ -115,7 +114,7 @@ __device__ __forceinline__ void chain(Shared &s, float (&acc)[ROWS / 2], int uni
                 last = ring.slot;
                 ring.step();
                 if (u + 1 < units) wait(&s.full[which][ring.slot], ring.round);
-                coming = read(s.w[which][ring.slot]);  // behind the last unit whatever lies there: it is not multiplied
+                coming = read(s.w[which][ring.slot], at);  // behind the last unit whatever lies there: it is not multiplied
             }
             decode_step(step < 2 ? packed : coming, step + 2 & 3, a[step + 2 & 3]);
         }
