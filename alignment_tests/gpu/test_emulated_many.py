@@ -30,7 +30,8 @@ def check(schedule, counts, N, K, quantised, out_dtype, fused=False, text=None, 
 # Rows of each expert, N, K, quantised rows or BF16, what comes out, with SwiGLU.
 CASES = (
     (Many(64, 2), [0, 3, 70, 0, 9], 40, 176, True, FP32, False), (Many(64, 3), [65, 1], 146, 64, False, BF16, False),
-    (Many(64, 2), [5, 0, 66], 96, 272, True, BF16, True), (Many(128, 2), [130, 0, 2], 136, 96, True, BF16, False),
+    (Many(64, 2), [5, 0, 66], 96, 272, True, BF16, True), (Many(128, 2), [130, 0, 2, 100], 136, 96, True, BF16, False),
+    (Many(256, 2), [300, 1, 210], 96, 96, True, BF16, True),
 )  # fmt: skip
 
 
@@ -45,11 +46,13 @@ def test_few_units_and_one_tile():
 
 
 FAULTS = {
-    "the second half of a tile taken from the first": ("w, u * (UNIT / 4), other", "w, u * (UNIT / 4), row"),
+    "gate in the place of up": ("row + tiles / 2", "row"),
+    "a narrow instruction for many rows": ("rows > N)", "rows > N + 32)"),
+    "a tile's second part taken from the first": ("acc + 4 * (p * (PART / 8) + j)", "acc + 4 * j"),
     "2^-19 left in": ("EXACT ? acc[c] : __fmul_rn(acc[c], 524288.0f)", "acc[c]"),
-    "steps of x in another order": ("tile + 2 * step", "tile + 2 * (step ^ 1)"),
-    "rows from an expert's neighbour": ("x, u * 64, at.first", "x, u * 64, at.first & ~7"),
-    "up in the place of gate": ("swiglu(v[c], up[c])", "swiglu(up[c], v[c])"),
+    "steps of x in another order": ("x + 2 * step", "x + 2 * (step ^ 1)"),
+    "rows from an expert's neighbour": ("u * 64, at.first + b", "u * 64, (at.first & ~7) + b"),
+    "gate and up exchanged": ("swiglu(gate.x, up.x)", "swiglu(up.x, gate.x)"),
 }  # fmt: skip
 
 
@@ -58,4 +61,4 @@ FAULTS = {
 def test_a_fault_in_the_text_is_seen(fault):
     text = cuda_host.faulty(cuda.source_of(many_rows.SOURCE), *FAULTS[fault])
     with pytest.raises(AssertionError, match="differ"):
-        check(Many(64, 2), [0, 3, 7], 192, 128, True, BF16, True, text)
+        check(Many(64, 2), [0, 3, 47], 192, 128, True, BF16, True, text)

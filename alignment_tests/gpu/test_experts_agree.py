@@ -45,7 +45,7 @@ def test_few_tokens_are_one_kernel(T, shape):
     gpu.device.check(torch.device("cuda", 0))
 
 
-MANY = (200, (2, 3, 320, 96)), (150, (1, 1, 96, 160)), (300, (2, 2, 512, 48))
+MANY = (200, (2, 3, 320, 96)), (150, (1, 1, 96, 160)), (300, (2, 2, 512, 48)), (250, (1, 1, 64, 64))
 
 
 @pytest.mark.parametrize(("T", "shape"), MANY, ids=str)

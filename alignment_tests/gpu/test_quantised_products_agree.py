@@ -77,6 +77,18 @@ def test_quantised_linear(N, K, counts, kind):
             agree([product(*on_gpu, packed, outer, on, out_dtype, schedule)], [want], f"{out_dtype} {schedule}")
 
 
+@pytest.mark.parametrize("kind", ["nvfp4", "wide"])
+def test_every_width_of_the_instruction(kind):
+    """Experts of 1 to 270 rows, each 8 more than the one before: an instruction as wide as they need, and two tiles."""
+    counts, N, K = list(range(1, 271, 8)), 72, 96
+    plan, q = plan_of(counts, 1, seed=5), weights(6, len(counts), N, K)
+    (x, scale), packed = activations(kind, sum(counts), K), gpu.pack.pack(q).cuda()
+    want = op.forward(x, scale, nvfp4.decode(q), q.outer, plan, BF16)
+    on_gpu = x.cuda(), None if scale is None else scale.cuda(), packed, q.outer.cuda(), plan.to("cuda"), BF16
+    for schedule in gpu.many_rows.CANDIDATES:
+        agree([gpu.quantised_linear.many_product(*on_gpu, schedule)], [want], f"{schedule}")
+
+
 def test_millions_of_outputs():
     """A regrouped K moves 8 of 200,000 outputs; FC1 of 30B's widths, wide scales, packed against decoded."""
     E, N, K, T = 32, 1536, 2048, 96
