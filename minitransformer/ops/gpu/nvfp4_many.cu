@@ -127,7 +127,8 @@ __device__ __forceinline__ void chain(Shared &s, float (&acc)[ROWS / 2], int uni
 
 // By the smallest instruction that has room for the rows, of those that there are: with more of them the assembler finds no
 // registers for 256 rows, and waits for each product.
-#define NEXT(n) (ROWS == 256 ? n < 160 ? 64 : 16 : n < 64 ? 32 : 16)
+#define FIRST (ROWS > 128 ? 32 : 16)
+#define NEXT(n) (ROWS == 256 && n < 160 ? 64 : ROWS > 128 && n == 32 ? 32 : 16)
 template <int N>
 __device__ __forceinline__ void chain_of(Shared &s, float (&acc)[ROWS / 2], int rows, int units, int which, Ring &ring) {
     if constexpr (N < ROWS) {
@@ -228,7 +229,7 @@ __device__ __forceinline__ void consume(Shared &s, const float *row_scale, const
             const int row = at.first + 128 * i + threadIdx.x % 128;
             rows[i] = row_scale ? load_early(row_scale + min(row, at.end - 1)) : 1.0f;
         }
-        chain_of<32>(s, acc, at.end - at.first, units, which, ring);
+        chain_of<FIRST>(s, acc, at.end - at.first, units, which, ring);
         meet(which);  // the scales before are read
 #pragma unroll
         for (int i = 0; i < (ROWS + 127) / 128; i++)
