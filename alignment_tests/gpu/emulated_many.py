@@ -54,7 +54,7 @@ def product(schedule, x, scale_R, packed, scale_EN, plan, out_dtype, swiglu=Fals
     tiles, bound = schedule_of(plan.bounds_E1.tolist(), schedule.rows, many_rows.STEP)
     words = packed.view(-1, packed.shape[2] * UNIT_WORDS)
     maps = [(ctypes.c_uint64 * 16)(t.data_ptr(), *t.shape, *block, t.element_size())
-            for t, block in ((x, (schedule.rows // 4, 64)), (words, (2 if swiglu else 4, UNIT_WORDS)))]  # fmt: skip
+            for t, block in ((x, (schedule.rows // 4, 64)), (words, (4 if swiglu else 8, UNIT_WORDS)))]  # fmt: skip
     text = host_text(text or cuda.source_of(many_rows.SOURCE))
     run = cuda_host.compiled(text, schedule.defines(scale_R is None, out)).run
     run(blocks, schedule.shared(out), *maps, *map(cuda_host.pointer, (scale_R, scale_EN, tiles, y)), bound, E, N, K)

@@ -15,7 +15,7 @@ FP32, BF16, SWIGLU = range(3)  # what becomes of a tile: OUT in the kernel's tex
 
 
 class Many(NamedTuple):
-    """A schedule: most rows of x a tile, steps of 64 columns under way for each of two groups of warps."""
+    """A schedule: most rows of x a tile, steps of 64 columns under way."""
 
     rows: int
     stages: int
@@ -23,14 +23,14 @@ class Many(NamedTuple):
     def shared(self, out: int) -> int:
         """Bytes of shared memory: rings, their barriers, a part of y on its way to memory, scales."""
         part = 4096 + 16 * 80 if out == SWIGLU else 1024 + (32 if out else 1) * 144
-        return 2 * (self.stages * (128 * self.rows + 4 * 576 + 16) + part + 4 * self.rows)
+        return self.stages * (128 * self.rows + 8 * 576 + 16) + 2 * (part + 4 * self.rows)
 
     def defines(self, exact: bool, out: int) -> tuple[tuple[str, int], ...]:
         return (("ROWS", self.rows), ("STAGES", self.stages), ("EXACT", int(exact)), ("OUT", out), ("WIDE", 0),
                 ("DECODE", 0), ("SHARED", self.shared(out)))  # fmt: skip
 
 
-CANDIDATES = Many(64, 8), Many(128, 5), Many(192, 3), Many(256, 3)
+CANDIDATES = Many(64, 12), Many(128, 9), Many(192, 7), Many(256, 5)
 STEP = 16  # rows of x: the tensor core's, so an expert's tiles have as many, up to this
 
 
@@ -57,9 +57,9 @@ def product(
     with on(x.device):
         tiles, bound = schedule_of(bounds, R, schedule.rows, STEP)
         how, shared = schedule.defines(scale_R is None, out), schedule.shared(out)
-        programs = min(device.multiprocessors(x.device), bound * cdiv(N, 64))
+        programs = min(device.multiprocessors(x.device), bound * cdiv(N, 128))
         cuda.launch(
             cuda.kernel(x.device, SOURCE, "many", how, shared), programs, THREADS, shared,
-            (Window(x, (schedule.rows // 4, 64)), Window(words, (2 if swiglu else 4, UNIT_WORDS)), scale_R, scale_EN, tiles, y, bound, E, N,
+            (Window(x, (schedule.rows // 4, 64)), Window(words, (4 if swiglu else 8, UNIT_WORDS)), scale_R, scale_EN, tiles, y, bound, E, N,
              K),
         )  # fmt: skip

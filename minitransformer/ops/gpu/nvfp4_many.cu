@@ -5,8 +5,9 @@
 // x that an expert has, up to ROWS: the second operand, in shared memory as the copy engine puts them there, on whose side
 // the instruction has as many rows as the tile.
 //
-// A persistent block has two groups of four warps, each with its own tiles of 64 rows of the weight and up to ROWS of x and
-// its own ring, which a warp of its own fills. While one group writes its tile, the other one has the tensor core.
+// A persistent block has two groups of four warps. Each has 64 of a tile's 128 rows of the weight; they share the rows of x and
+// a ring, which four more warps fill. A group may be ahead of the other by as much as the ring holds, so that while one of
+// them writes its part of the tile, the other one has the tensor core.
 //
 // Compiled with: ROWS (a multiple of 32), STAGES, EXACT as in nvfp4.cuh, OUT: 0 FP32, 1 BF16, 2 BF16 of SwiGLU (the first two
 // warps of a group have rows of gate, the others of up); WIDE 0 and DECODE 0 for nvfp4_encode.cuh, SHARED: bytes.
@@ -16,19 +17,19 @@
 #include "nvfp4_encode.cuh"
 #include "decoded_mma.cuh"
 
-#define COLUMNS (OUT == 2 ? 32 : 64)  // of y, of a tile
-#define BOX (ROWS / 4)                // rows of x that the copy engine brings at once
-#define PACKED (4 * UNIT)             // four tiles of 16 weight rows, one a warp
+#define COLUMNS (OUT == 2 ? 32 : 64)  // of y, of a group
+#define BOX (ROWS / 4)                // rows of x that the copy engine brings at once, for one warp
+#define PACKED (8 * UNIT)             // eight tiles of 16 weight rows, one a warp
 #define PART (OUT == 2 ? 16 : 32)     // rows of a tile that are written at once
 #define LINE (2 * COLUMNS + 16)       // bytes of a row of them; 16: rows lie in other banks
 #define CELLS 5                       // of schedule.py
 
 struct Shared {
-    char x[2][STAGES][ROWS * 128], w[2][STAGES][PACKED];  // 64 columns: of x swizzled by 128 bytes
+    char x[STAGES][ROWS * 128], w[STAGES][PACKED];  // 64 columns: of x swizzled by 128 bytes
     float4 halves[2][OUT == 2 ? 4 : 1][2][32];            // of a part, what each warp's lanes have: of gate, of up
     char y[2][OUT ? PART : 1][LINE];
     float rows[2][ROWS];  // outer scales
-    u64 full[2][STAGES], empty[2][STAGES];
+    u64 full[STAGES], empty[STAGES];
 };
 static_assert(sizeof(Shared) <= SHARED, "shared memory");
 
@@ -45,31 +46,33 @@ struct Ring {
 // schedule: of each tile of rows its expert, first row and end, the expert's first tile and how many it has (schedule.py). All
 // rows of an expert before the next columns.
 __device__ __forceinline__ bool place(const int *schedule, int tiles_m, const Sizes &size, int tile, Place &at) {
-    const int tiles_n = ((OUT == 2 ? size.N / 2 : size.N) + COLUMNS - 1) / COLUMNS;
+    const int tiles_n = ((OUT == 2 ? size.N / 2 : size.N) + 2 * COLUMNS - 1) / (2 * COLUMNS);
     if (tile >= tiles_m * tiles_n) return false;
     const int *cell = schedule + tile / tiles_n * CELLS;
     const int first = cell[3], rows = cell[4], inside = tile - first * tiles_n;
     cell = schedule + (first + inside % rows) * CELLS;
-    at = {cell[0], cell[1], cell[2], inside / rows * COLUMNS};
+    at = {cell[0], cell[1], cell[2], inside / rows * 2 * COLUMNS};
     return true;
 }
 
+// By four warps, each with a quarter of a tile's rows; the last one brings the weight too.
 __device__ __forceinline__ void produce(Shared &s, const TensorMap *x, const TensorMap *w, const int *schedule,
-        int tiles_m, const Sizes &size, int which) {
+        int tiles_m, const Sizes &size, int warp) {
     const int units = (size.K + 63) / 64, tiles = (size.N + 15) / 16;
     Ring ring = {0, 0};
     Place at;
-    for (int tile = blockIdx.x + which * gridDim.x; place(schedule, tiles_m, size, tile, at); tile += 2 * gridDim.x) {
-        const int row = at.expert * tiles + at.column / 16, boxes = (at.end - at.first + BOX - 1) / BOX;
+    for (int tile = blockIdx.x; place(schedule, tiles_m, size, tile, at); tile += gridDim.x) {
+        const int row = at.expert * tiles + at.column / 16, first = at.first + warp * BOX;
+        const int bytes = (first < at.end ? BOX * 128 : 0) + (warp == 3 ? PACKED : 0);
         for (int u = 0; u < units; u++, ring.step()) {
-            u64 *full = &s.full[which][ring.slot];
-            char *to = s.w[which][ring.slot];
-            wait(&s.empty[which][ring.slot], ring.round ^ 1);
-            expect(full, boxes * BOX * 128 + PACKED);
+            u64 *full = &s.full[ring.slot];
+            char *to = s.w[ring.slot];
+            wait(&s.empty[ring.slot], ring.round ^ 1);
+            expect(full, bytes);
+            if (first < at.end) load(s.x[ring.slot] + warp * (BOX * 128), x, u * 64, first, full);
+            if (warp < 3) continue;
             load(to, w, u * (UNIT / 4), row, full);
             if (OUT == 2) load(to + PACKED / 2, w, u * (UNIT / 4), row + tiles / 2, full);
-            for (int b = 0; b < boxes; b++)
-                load(s.x[which][ring.slot] + b * (BOX * 128), x, u * 64, at.first + b * BOX, full);
         }
     }
 }
@@ -93,15 +96,16 @@ __device__ __forceinline__ void decode_step(const Packed &of, int step, u32 (&a)
 template <int N>
 __device__ __forceinline__ void chain(Shared &s, float (&acc)[ROWS / 2], int units, int which, Ring &ring) {
     const int lane = threadIdx.x & 31;
-    u32 a[4][4], at[2] = {threadIdx.x / 32 % 4 * UNIT + 16 * lane, threadIdx.x / 32 % 4 * UNIT + 512 + lane / 4 * 8};
+    const int warp = threadIdx.x / 32 % 4, unit = OUT == 2 ? 4 * (warp / 2) + 2 * which + warp % 2 : 4 * which + warp;
+    u32 a[4][4], at[2] = {unit * UNIT + 16 * lane, unit * UNIT + 512 + lane / 4 * 8};
     hold(at);  // in registers, where they are not made again and again
-    wait(&s.full[which][ring.slot], ring.round);
-    Packed packed = read(s.w[which][ring.slot], at), coming;
+    wait(&s.full[ring.slot], ring.round);
+    Packed packed = read(s.w[ring.slot], at), coming;
     decode_step(packed, 0, a[0]), decode_step(packed, 1, a[1]);
     int last = ring.slot;
 #pragma unroll 1
     for (int u = 0; u < units; u++) {
-        const u32 x = address(s.x[which][ring.slot]) >> 4;
+        const u32 x = address(s.x[ring.slot]) >> 4;
 #pragma unroll
         for (int step = 0; step < 4; step++) {
             fence();
@@ -110,11 +114,11 @@ __device__ __forceinline__ void chain(Shared &s, float (&acc)[ROWS / 2], int uni
             commit();
             finish<2>();
             if (step == 1) {
-                if (u > 0 && lane == 0) arrive(&s.empty[which][last]);  // its products have ended
+                if (u > 0 && lane == 0) arrive(&s.empty[last]);  // its products have ended
                 last = ring.slot;
                 ring.step();
-                if (u + 1 < units) wait(&s.full[which][ring.slot], ring.round);
-                coming = read(s.w[which][ring.slot], at);  // behind the last unit whatever lies there: it is not multiplied
+                if (u + 1 < units) wait(&s.full[ring.slot], ring.round);
+                coming = read(s.w[ring.slot], at);  // behind the last unit whatever lies there: it is not multiplied
             }
             decode_step(step < 2 ? packed : coming, step + 2 & 3, a[step + 2 & 3]);
         }
@@ -122,7 +126,7 @@ __device__ __forceinline__ void chain(Shared &s, float (&acc)[ROWS / 2], int uni
     }
     finish<0>();
     hold(acc);
-    if (lane == 0) arrive(&s.empty[which][last]);
+    if (lane == 0) arrive(&s.empty[last]);
 }
 
 // By the smallest instruction that has room for the rows, of those that there are: with more of them the assembler finds no
@@ -219,8 +223,9 @@ __device__ __forceinline__ void consume(Shared &s, const float *row_scale, const
     const int N = OUT == 2 ? size.N / 2 : size.N, own = OUT == 2 ? 16 * (warp & 1) + warp / 2 * N : 16 * warp;
     Ring ring = {0, 0};
     Place at;
-    for (int tile = blockIdx.x + which * gridDim.x; place(schedule, tiles_m, size, tile, at); tile += 2 * gridDim.x) {
+    for (int tile = blockIdx.x; place(schedule, tiles_m, size, tile, at); tile += gridDim.x) {
         float acc[ROWS / 2], column[2], rows[(ROWS + 127) / 128];
+        at.column += which * COLUMNS;
 #pragma unroll
         for (int i = 0; i < 2; i++)
             column[i] = load_early(weight_scale + (i64)at.expert * size.N + min(at.column + own + lane / 4 + 8 * i, size.N - 1));
@@ -239,26 +244,25 @@ __device__ __forceinline__ void consume(Shared &s, const float *row_scale, const
     }
 }
 
-// x [R, K] in boxes of BOX x 64, the packed weight [experts * tiles, words] in boxes of four tiles (two for SwiGLU) and a
+// x [R, K] in boxes of BOX x 64, the packed weight [experts * tiles, words] in boxes of eight tiles (four for SwiGLU) and a
 // unit, outer scales [R] or null and [experts, N], schedule -> y [R, N], or [R, N / 2] with SwiGLU.
 extern "C" __global__ void __launch_bounds__(384, 1) many(const __grid_constant__ TensorMap x,
         const __grid_constant__ TensorMap w, const float *row_scale, const float *weight_scale, const int *schedule,
         void *y, int bound, int experts, int N, int K) {
     extern __shared__ __align__(1024) char memory[];
     Shared &s = *(Shared *)memory;
-    const int which = __shfl_sync(ALL, threadIdx.x / 128, 0);  // so that the compiler knows it is one number a warp
+    const int warp = __shfl_sync(ALL, threadIdx.x / 32, 0);  // so that the compiler knows it is one number a warp
     if (threadIdx.x == 0)
-        for (int i = 0; i < 2 * STAGES; i++) init(&s.full[i / STAGES][i % STAGES], 1), init(&s.empty[i / STAGES][i % STAGES], 4);
+        for (int i = 0; i < STAGES; i++) init(&s.full[i], 4), init(&s.empty[i], 8);
     show();
     __syncthreads();
     const int tiles_m = schedule[CELLS * bound];
     const Sizes size = {experts, N, K};
-    if (which < 2) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-        consume(s, row_scale, weight_scale, y, schedule, tiles_m, size, which);
+    if (warp < 8) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(ROWS == 256 ? 240 : 232));
+        consume(s, row_scale, weight_scale, y, schedule, tiles_m, size, warp / 4);
     } else {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        if (threadIdx.x % 32 == 0 && threadIdx.x < 256 + 64)
-            produce(s, &x, &w, schedule, tiles_m, size, threadIdx.x / 32 % 4);
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(ROWS == 256 ? 24 : 40));
+        if (threadIdx.x % 32 == 0) produce(s, &x, &w, schedule, tiles_m, size, warp - 8);
     }
 }
