@@ -23,7 +23,7 @@ class Many(NamedTuple):
     def shared(self, out: int) -> int:
         """Bytes of shared memory: rings, their barriers, a part of y on its way to memory, scales."""
         part = 4096 + 16 * 80 if out == SWIGLU else 1024 + (32 if out else 1) * 144
-        return self.stages * (128 * self.rows + 8 * 576 + 16) + 2 * (part + 4 * self.rows)
+        return self.stages * (128 * self.rows + 8 * 576 + 32) + 2 * (part + 4 * self.rows)
 
     def defines(self, exact: bool, out: int) -> tuple[tuple[str, int], ...]:
         return (("ROWS", self.rows), ("STAGES", self.stages), ("EXACT", int(exact)), ("OUT", out), ("WIDE", 0),

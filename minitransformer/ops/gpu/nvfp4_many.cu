@@ -24,18 +24,20 @@
 #define LINE (2 * COLUMNS + 16)       // bytes of a row of them; 16: rows lie in other banks
 #define CELLS 5                       // of schedule.py
 
+// A tile of y: its expert (-1: there is none), rows first .. end of x, first column of y.
+struct __align__(16) Place { int expert, first, end, column; };
+
 struct Shared {
     char x[STAGES][ROWS * 128], w[STAGES][PACKED];  // 64 columns: of x swizzled by 128 bytes
     float4 halves[2][OUT == 2 ? 4 : 1][2][32];            // of a part, what each warp's lanes have: of gate, of up
     char y[2][OUT ? PART : 1][LINE];
-    float rows[2][ROWS];  // outer scales
+    float rows[2][ROWS];   // outer scales
+    Place places[STAGES];  // of the tile that begins here
     u64 full[STAGES], empty[STAGES];
 };
 static_assert(sizeof(Shared) <= SHARED, "shared memory");
 
 struct Sizes { int experts, N, K; };  // N: rows of the weight
-// A tile of y: its expert, rows first .. end of x, first column of y.
-struct Place { int expert, first, end, column; };
 struct Ring {
     int slot, round;
     __device__ __forceinline__ void step() {
@@ -68,6 +70,7 @@ __device__ __forceinline__ void produce(Shared &s, const TensorMap *x, const Ten
             u64 *full = &s.full[ring.slot];
             char *to = s.w[ring.slot];
             wait(&s.empty[ring.slot], ring.round ^ 1);
+            if (u == 0 && warp == 3) s.places[ring.slot] = at;
             expect(full, bytes);
             if (first < at.end) load(s.x[ring.slot] + warp * (BOX * 128), x, u * 64, first, full);
             if (warp < 3) continue;
@@ -75,6 +78,9 @@ __device__ __forceinline__ void produce(Shared &s, const TensorMap *x, const Ten
             if (OUT == 2) load(to + PACKED / 2, w, u * (UNIT / 4), row + tiles / 2, full);
         }
     }
+    wait(&s.empty[ring.slot], ring.round ^ 1);
+    if (warp == 3) s.places[ring.slot].expert = -1;
+    arrive(&s.full[ring.slot]);
 }
 
 struct Packed { uint4 codes; uint2 scales; };  // what a lane reads of a unit
@@ -91,7 +97,7 @@ __device__ __forceinline__ void decode_step(const Packed &of, int step, u32 (&a)
     decode<EXACT>(step == 0 ? c.x : step == 1 ? c.y : step == 2 ? c.z : c.w, low, high, a);
 }
 
-// The chain of a tile of at most N rows: acc (64 x N). Between two products the operand of the one after the next is decoded,
+// The chain of a tile of at most N rows, whose first unit is there: acc (64 x N). Between two products the operand of the one after the next is decoded,
 // into the registers of the one before the last, which has ended.
 template <int N>
 __device__ __forceinline__ void chain(Shared &s, float (&acc)[ROWS / 2], int units, int which, Ring &ring) {
@@ -99,7 +105,6 @@ __device__ __forceinline__ void chain(Shared &s, float (&acc)[ROWS / 2], int uni
     const int warp = threadIdx.x / 32 % 4, unit = OUT == 2 ? 4 * (warp / 2) + 2 * which + warp % 2 : 4 * which + warp;
     u32 a[4][4], at[2] = {unit * UNIT + 16 * lane, unit * UNIT + 512 + lane / 4 * 8};
     hold(at);  // in registers, where they are not made again and again
-    wait(&s.full[ring.slot], ring.round);
     Packed packed = read(s.w[ring.slot], at), coming;
     decode_step(packed, 0, a[0]), decode_step(packed, 1, a[1]);
     int last = ring.slot;
@@ -218,12 +223,14 @@ __device__ __forceinline__ void finish_tile(Shared &s, const float (&acc)[ROWS /
 }
 
 __device__ __forceinline__ void consume(Shared &s, const float *row_scale, const float *weight_scale, void *y,
-        const int *schedule, int tiles_m, const Sizes &size, int which) {
+        const Sizes &size, int which) {
     const int units = (size.K + 63) / 64, lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
     const int N = OUT == 2 ? size.N / 2 : size.N, own = OUT == 2 ? 16 * (warp & 1) + warp / 2 * N : 16 * warp;
     Ring ring = {0, 0};
-    Place at;
-    for (int tile = blockIdx.x; place(schedule, tiles_m, size, tile, at); tile += gridDim.x) {
+    while (true) {
+        wait(&s.full[ring.slot], ring.round);
+        Place at = s.places[ring.slot];
+        if (at.expert < 0) break;
         float acc[ROWS / 2], column[2], rows[(ROWS + 127) / 128];
         at.column += which * COLUMNS;
 #pragma unroll
@@ -260,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) many(const __grid_constant_
     const Sizes size = {experts, N, K};
     if (warp < 8) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(ROWS == 256 ? 240 : 232));
-        consume(s, row_scale, weight_scale, y, schedule, tiles_m, size, warp / 4);
+        consume(s, row_scale, weight_scale, y, size, warp / 4);
     } else {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(ROWS == 256 ? 24 : 40));
         if (threadIdx.x % 32 == 0) produce(s, &x, &w, schedule, tiles_m, size, warp - 8);
