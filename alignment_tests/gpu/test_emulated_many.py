@@ -51,7 +51,9 @@ FAULTS = {
     "a tile's second part taken from the first": ("acc + 4 * (p * (PART / 8) + j)", "acc + 4 * j"),
     "2^-19 left in": ("EXACT ? acc[c] : __fmul_rn(acc[c], 524288.0f)", "acc[c]"),
     "steps of x in another order": ("x + 2 * step", "x + 2 * (step ^ 1)"),
-    "rows from an expert's neighbour": ("u * 64, at.first + b", "u * 64, (at.first & ~7) + b"),
+    "rows from an expert's neighbour": ("first = at.first + warp", "first = (at.first & ~7) + warp"),
+    "both groups take the first one's columns": ("at.column += which * COLUMNS", "at.column += 0"),
+    "a tile's place without its column": ("s.places[ring.slot] = at;", "s.places[ring.slot] = {at.expert, at.first, at.end, 0};"),
     "gate and up exchanged": ("swiglu(gate.x, up.x)", "swiglu(up.x, gate.x)"),
 }  # fmt: skip
 
