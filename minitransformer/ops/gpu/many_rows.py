@@ -22,7 +22,7 @@ class Many(NamedTuple):
 
     def shared(self, out: int) -> int:
         """Bytes of shared memory: rings, their barriers, a part of y on its way to memory, scales."""
-        part = 4096 + 16 * 80 if out == SWIGLU else 1024 + (32 if out else 1) * 144
+        part = 8192 + 32 * 80 if out == SWIGLU else 2048 + (32 if out else 1) * 144
         return self.stages * (128 * self.rows + 8 * 576 + 32) + 2 * (part + 4 * self.rows)
 
     def defines(self, exact: bool, out: int) -> tuple[tuple[str, int], ...]:

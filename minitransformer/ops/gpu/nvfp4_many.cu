@@ -20,7 +20,7 @@
 #define COLUMNS (OUT == 2 ? 32 : 64)  // of y, of a group
 #define BOX (ROWS / 4)                // rows of x that the copy engine brings at once, for one warp
 #define PACKED (8 * UNIT)             // eight tiles of 16 weight rows, one a warp
-#define PART (OUT == 2 ? 16 : 32)     // rows of a tile that are written at once
+#define PART 32                       // rows of a tile that are written at once
 #define LINE (2 * COLUMNS + 16)       // bytes of a row of them; 16: rows lie in other banks
 #define CELLS 5                       // of schedule.py
 
@@ -29,7 +29,7 @@ struct __align__(16) Place { int expert, first, end, column; };
 
 struct Shared {
     char x[STAGES][ROWS * 128], w[STAGES][PACKED];  // 64 columns: of x swizzled by 128 bytes
-    float4 halves[2][OUT == 2 ? 4 : 1][2][32];            // of a part, what each warp's lanes have: of gate, of up
+    float4 halves[2][OUT == 2 ? 4 : 1][PART / 8][32];  // of a part, what each warp's lanes have: of gate, of up
     char y[2][OUT ? PART : 1][LINE];
     float rows[2][ROWS];   // outer scales
     Place places[STAGES];  // of the tile that begins here
@@ -190,13 +190,16 @@ __device__ __forceinline__ void write_part(Shared &s, const float (&v)[PART / 8]
     for (int j = 0; j < PART / 8; j++) stage(s.y[which] + 8 * j, n, v[j]);
 #else
     // Two warps have the same columns, one of gate, one of up; each joins one half of the part's rows.
-    float out[4];
-    for (int j = 0; j < 2; j++) s.halves[which][warp][j][lane] = make_float4(v[j][0], v[j][1], v[j][2], v[j][3]);
+#pragma unroll
+    for (int j = 0; j < 4; j++) s.halves[which][warp][j][lane] = make_float4(v[j][0], v[j][1], v[j][2], v[j][3]);
     meet(which);
-    const float4 gate = s.halves[which][warp & 1][warp / 2][lane], up = s.halves[which][warp | 2][warp / 2][lane];
-    out[0] = swiglu(gate.x, up.x), out[1] = swiglu(gate.y, up.y);
-    out[2] = swiglu(gate.z, up.z), out[3] = swiglu(gate.w, up.w);
-    stage(s.y[which] + 8 * (warp / 2), 16 * (warp & 1) + lane / 4, out);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int j = warp / 2 * 2 + i;
+        const float4 gate = s.halves[which][warp & 1][j][lane], up = s.halves[which][warp | 2][j][lane];
+        const float out[4] = {swiglu(gate.x, up.x), swiglu(gate.y, up.y), swiglu(gate.z, up.z), swiglu(gate.w, up.w)};
+        stage(s.y[which] + 8 * j, 16 * (warp & 1) + lane / 4, out);
+    }
 #endif
     meet(which);
     write_lines(s.y[which], (u16 *)y, at, first, N);
