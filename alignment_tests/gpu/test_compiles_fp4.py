@@ -40,7 +40,7 @@ def test_the_packed_product_of_many_rows_stays_ahead_of_itself(schedule, out, tm
         assert max(map(int, widths)) == schedule.rows
         # A wait for all but two behind each: the assembler waits for all where it finds no registers.
         assert text.count("WARPGROUP.DEPBAR.LE gsb0, 0x2") == len(widths)
-        assert text.count("STL") <= 48, "spills"  # addresses, over a tile's products
+        assert "STL" not in text, "spills"
         assert schedule.shared(out) <= 227 << 10
 
 

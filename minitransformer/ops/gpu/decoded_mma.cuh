@@ -1,4 +1,4 @@
-// Products of four warps with the first operand in registers and up to 256 rows of the second. Included by nvfp4_many.cu.
+// Products of four warps with the first operand in registers and up to 192 rows of the second. Included by nvfp4_many.cu.
 
 #include "operands.cuh"
 #define MMA(n, half, a0, a1, a2, a3, b, more) if constexpr (N == n) asm volatile("{.reg .pred p;\n" \
@@ -22,8 +22,4 @@ __device__ __forceinline__ void multiply(float (&d)[M], const u32 (&a)[4], u64 r
     MMA(160, 80, 80, 81, 82, 83, 84, 85)
     MMA(176, 88, 88, 89, 90, 91, 92, 93)
     MMA(192, 96, 96, 97, 98, 99, 100, 101)
-    MMA(208, 104, 104, 105, 106, 107, 108, 109)
-    MMA(224, 112, 112, 113, 114, 115, 116, 117)
-    MMA(240, 120, 120, 121, 122, 123, 124, 125)
-    MMA(256, 128, 128, 129, 130, 131, 132, 133)
 }

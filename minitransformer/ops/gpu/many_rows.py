@@ -30,14 +30,14 @@ class Many(NamedTuple):
                 ("DECODE", 0), ("SHARED", self.shared(out)))  # fmt: skip
 
 
-CANDIDATES = Many(64, 12), Many(128, 9), Many(192, 7), Many(256, 5)
+CANDIDATES = Many(64, 12), Many(128, 9), Many(192, 7)
 STEP = 16  # rows of x: the tensor core's, so an expert's tiles have as many, up to this
 
 
 def choose(rows: int, experts: int) -> Many:
     """The schedule, measured on an H200; every choice gives the same bits."""
     average = rows / experts
-    return CANDIDATES[0 if average <= 48 else 1 if average <= 100 else 2 if average <= 160 else 3]
+    return CANDIDATES[0 if average <= 48 else 1 if average <= 100 else 2]
 
 
 def product(

@@ -134,10 +134,9 @@ __device__ __forceinline__ void chain(Shared &s, float (&acc)[ROWS / 2], int uni
     if (lane == 0) arrive(&s.empty[last]);
 }
 
-// By the smallest instruction that has room for the rows, of those that there are: with more of them the assembler finds no
-// registers for 256 rows, and waits for each product.
+// By the smallest instruction that has room for the rows, of those that there are.
 #define FIRST (ROWS > 128 ? 32 : 16)
-#define NEXT(n) (ROWS == 256 && n < 160 ? 64 : ROWS > 128 && n == 32 ? 32 : 16)
+#define NEXT(n) (ROWS > 128 && n == 32 ? 32 : 16)
 template <int N>
 __device__ __forceinline__ void chain_of(Shared &s, float (&acc)[ROWS / 2], int rows, int units, int which, Ring &ring) {
     if constexpr (N < ROWS) {
@@ -269,10 +268,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) many(const __grid_constant_
     const int tiles_m = schedule[CELLS * bound];
     const Sizes size = {experts, N, K};
     if (warp < 8) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(ROWS == 256 ? 240 : 232));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         consume(s, row_scale, weight_scale, y, size, warp / 4);
     } else {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(ROWS == 256 ? 24 : 40));
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x % 32 == 0) produce(s, &x, &w, schedule, tiles_m, size, warp - 8);
     }
 }
