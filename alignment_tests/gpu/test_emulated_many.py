@@ -53,7 +53,8 @@ FAULTS = {
     "steps of x in another order": ("x + 2 * step", "x + 2 * (step ^ 1)"),
     "rows from an expert's neighbour": ("first = at.first + warp", "first = (at.first & ~7) + warp"),
     "both groups take the first one's columns": ("at.column += which * COLUMNS", "at.column += 0"),
-    "a tile's place without its column": ("s.places[ring.slot] = at;", "s.places[ring.slot] = {at.expert, at.first, at.end, 0};"),
+    "a tile's place without its column":
+        ("s.places[ring.slot] = at;", "s.places[ring.slot] = at, s.places[ring.slot].column = 0;"),
     "gate and up exchanged": ("swiglu(gate.x, up.x)", "swiglu(up.x, gate.x)"),
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ from minitransformer.ops import quantised_linear as op
 from minitransformer.recipe import get
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 8192)  # of products alone
-EVERY = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192, 16384)
+EVERY = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 SHAPES = (("fc1", 1536, 2048, torch.float32), ("fc2", 2048, 768, BF16))
 
 

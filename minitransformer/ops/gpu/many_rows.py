@@ -21,7 +21,7 @@ class Many(NamedTuple):
     stages: int
 
     def shared(self, out: int) -> int:
-        """Bytes of shared memory: rings, their barriers, a part of y on its way to memory, scales."""
+        """Bytes of shared memory: the ring, its barriers and places, a part of y on its way to memory, scales."""
         part = 8192 + 32 * 80 if out == SWIGLU else 2048 + (32 if out else 1) * 144
         return self.stages * (128 * self.rows + 8 * 576 + 32) + 2 * (part + 4 * self.rows)
 
@@ -31,13 +31,13 @@ class Many(NamedTuple):
 
 
 CANDIDATES = Many(64, 12), Many(128, 9), Many(192, 7)
-STEP = 16  # rows of x: the tensor core's, so an expert's tiles have as many, up to this
+STEP = 16  # the instruction's rows of x: an expert's are shared out evenly over its tiles, in multiples of this
 
 
 def choose(rows: int, experts: int) -> Many:
     """The schedule, measured on an H200; every choice gives the same bits."""
-    average = rows / experts
-    return CANDIDATES[0 if average <= 48 else 1 if average <= 100 else 2]
+    average = rows / experts  # 256 are two tiles of 128
+    return CANDIDATES[0 if average <= 48 else 1 if average <= 100 or 200 < average <= 320 else 2]
 
 
 def product(
@@ -58,8 +58,8 @@ def product(
         tiles, bound = schedule_of(bounds, R, schedule.rows, STEP)
         how, shared = schedule.defines(scale_R is None, out), schedule.shared(out)
         programs = min(device.multiprocessors(x.device), bound * cdiv(N, 128))
+        maps = Window(x, (schedule.rows // 4, 64)), Window(words, (4 if swiglu else 8, UNIT_WORDS))
         cuda.launch(
             cuda.kernel(x.device, SOURCE, "many", how, shared), programs, THREADS, shared,
-            (Window(x, (schedule.rows // 4, 64)), Window(words, (4 if swiglu else 8, UNIT_WORDS)), scale_R, scale_EN, tiles, y, bound, E, N,
-             K),
+            (*maps, scale_R, scale_EN, tiles, y, bound, E, N, K),
         )  # fmt: skip

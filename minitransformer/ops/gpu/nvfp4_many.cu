@@ -5,11 +5,11 @@
 // x that an expert has, up to ROWS: the second operand, in shared memory as the copy engine puts them there, on whose side
 // the instruction has as many rows as the tile.
 //
-// A persistent block has two groups of four warps. Each has 64 of a tile's 128 rows of the weight; they share the rows of x and
-// a ring, which four more warps fill. A group may be ahead of the other by as much as the ring holds, so that while one of
-// them writes its part of the tile, the other one has the tensor core.
+// A persistent block has two groups of four warps. Each has 64 of a tile's 128 rows of the weight; they share the rows of x
+// and a ring, which four more warps fill. A group may be ahead of the other by as much as the ring holds, so that while one
+// of them writes its part of the tile, the other one has the tensor core.
 //
-// Compiled with: ROWS (a multiple of 32), STAGES, EXACT as in nvfp4.cuh, OUT: 0 FP32, 1 BF16, 2 BF16 of SwiGLU (the first two
+// Compiled with: ROWS (64, 128 or 192), STAGES, EXACT as in nvfp4.cuh, OUT: 0 FP32, 1 BF16, 2 BF16 of SwiGLU (the first two
 // warps of a group have rows of gate, the others of up); WIDE 0 and DECODE 0 for nvfp4_encode.cuh, SHARED: bytes.
 
 #include "hopper.cuh"
@@ -45,8 +45,8 @@ struct Ring {
     }
 };
 
-// schedule: of each tile of rows its expert, first row and end, the expert's first tile and how many it has (schedule.py). All
-// rows of an expert before the next columns.
+// schedule: of each tile of rows its expert, first row and end, the expert's first tile and how many it has (schedule.py).
+// All rows of an expert before the next columns.
 __device__ __forceinline__ bool place(const int *schedule, int tiles_m, const Sizes &size, int tile, Place &at) {
     const int tiles_n = ((OUT == 2 ? size.N / 2 : size.N) + 2 * COLUMNS - 1) / (2 * COLUMNS);
     if (tile >= tiles_m * tiles_n) return false;
@@ -97,12 +97,12 @@ __device__ __forceinline__ void decode_step(const Packed &of, int step, u32 (&a)
     decode<EXACT>(step == 0 ? c.x : step == 1 ? c.y : step == 2 ? c.z : c.w, low, high, a);
 }
 
-// The chain of a tile of at most N rows, whose first unit is there: acc (64 x N). Between two products the operand of the one after the next is decoded,
-// into the registers of the one before the last, which has ended.
+// The chain of a tile of at most N rows, whose first unit is there: acc (64 x N). Between two products the operand of the one
+// after the next is decoded, into the registers of the one before the last, which has ended.
 template <int N>
 __device__ __forceinline__ void chain(Shared &s, float (&acc)[ROWS / 2], int units, int which, Ring &ring) {
-    const int lane = threadIdx.x & 31;
-    const int warp = threadIdx.x / 32 % 4, unit = OUT == 2 ? 4 * (warp / 2) + 2 * which + warp % 2 : 4 * which + warp;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
+    const int unit = OUT == 2 ? 4 * (warp / 2) + 2 * which + warp % 2 : 4 * which + warp;
     u32 a[4][4], at[2] = {unit * UNIT + 16 * lane, unit * UNIT + 512 + lane / 4 * 8};
     hold(at);  // in registers, where they are not made again and again
     Packed packed = read(s.w[ring.slot], at), coming;
@@ -134,7 +134,7 @@ __device__ __forceinline__ void chain(Shared &s, float (&acc)[ROWS / 2], int uni
     if (lane == 0) arrive(&s.empty[last]);
 }
 
-// By the smallest instruction that has room for the rows, of those that there are.
+// By the smallest instruction that has room for the rows, of those that are compiled.
 #define FIRST (ROWS > 128 ? 32 : 16)
 #define NEXT(n) (ROWS > 128 && n == 32 ? 32 : 16)
 template <int N>
@@ -229,7 +229,7 @@ __device__ __forceinline__ void consume(Shared &s, const float *row_scale, const
     const int units = (size.K + 63) / 64, lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
     const int N = OUT == 2 ? size.N / 2 : size.N, own = OUT == 2 ? 16 * (warp & 1) + warp / 2 * N : 16 * warp;
     Ring ring = {0, 0};
-    while (true) {
+    while (true) {  // a tile, whose place comes with its first unit
         wait(&s.full[ring.slot], ring.round);
         Place at = s.places[ring.slot];
         if (at.expert < 0) break;
