@@ -1,5 +1,6 @@
-// attention/2 for many queries on Hopper (ops/attention.py has the spec): persistent blocks of one warp that loads tiles
-// of 64 keys by the copy engine, out of their pages too, and GROUPS groups of four warps that own 64 rows each, (token, query head) pairs.
+// attention/2 for many queries on Hopper (ops/attention.py has the spec): persistent blocks of one warp that loads tiles of
+// 64 keys by the copy engine (attention_work.cuh), and GROUPS groups of four warps that own 64 rows each, (token, query
+// head) pairs.
 //
 // While a group does the softmax of tile t, its P V product of tile t - 1 and the other groups' products are under way; three
 // groups, because the softmax of one is a chain that leaves most cycles to others. For their registers, the scores of tile
@@ -12,7 +13,6 @@
 // of 8 that divides KEYS.
 
 #include "attention_work.cuh"
-
 
 // Tiles in shared memory for the tensor core: 128-byte swizzle, 8 rows every 1024 bytes, 64 columns every 8192. The first
 // one's low half, and tile `slot` from `bytes` on.
@@ -349,7 +349,7 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) prefill(cons
         show(), meet(which);
         group.q = describe(at.q[which]), group.k = describe(at.k[0]), group.v = describe(at.v[0]);
         Item item = group.ahead(0), done{};  // nothing of an item without tokens is stored
-        while (item.tiles > 0) {
+        while (item.tiles > 0) {  // with both stores in one place the assembler makes a slower loop
             float s[32];
             group.begin(s);
             group.store(done, o, m, l);
