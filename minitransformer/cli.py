@@ -66,7 +66,9 @@ def _status(argv: Sequence[str] | None) -> int:
     args = parser().parse_args(argv)
     try:
         with _ending_on_sigterm():
-            return args.run(args)
+            status = args.run(args)
+            sys.stdout.flush()  # not at exit, where Python would complain of a reader that has gone and end with 120
+            return status
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from alignment_tests.bits import assert_bits_equal
+from alignment_tests.gpu.memory import peak
 from alignment_tests.gpu.values import agree
 from alignment_tests.learner import test_scoring as parts
 from minitransformer.learner import scoring
@@ -50,15 +51,11 @@ def test_at_the_real_widths(L, monkeypatch):
         got = scoring.head(h, w, ids, temperatures)
         return [got, *torch.autograd.grad(got, (h, w), d)]
 
-    run()  # cuBLAS keeps a workspace of tens of MiB for each thread that has called it, autograd's too
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    got, *grads = run()
-    torch.cuda.synchronize()
-    most, dw = torch.cuda.max_memory_allocated() - before, 2 * V * D
+    most, dw = peak(run), 2 * V * D
     assert most < dw + 16 * L * D + 3 * scoring.CHUNK_BYTES, f"{most / 2**20:.0f} MiB"
     if L == 4096:
         assert most < 2 * L * V
+    got, *grads = run()
     want = logprob(linear(h, w, torch.float32), ids, 0.7)
     for a, b in zip((got, *grads), (want, *torch.autograd.grad(want, (h, w), d)), strict=True):
         assert_bits_equal(a.detach(), b.detach(), f"{L} rows")
@@ -71,13 +68,8 @@ def test_the_parts_fit_into_what_is_free(monkeypatch):
     temperatures = torch.full((L,), 0.7, device="cuda")
     monkeypatch.setattr(scoring, "free_bytes", lambda device: free)
 
-    def run() -> None:
-        torch.autograd.grad(scoring.head(h, w, ids, temperatures), (h, w), d)
+    def run() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(scoring.head(h, w, ids, temperatures), (h, w), d)
 
-    run()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    torch.cuda.synchronize()
-    most = torch.cuda.max_memory_allocated() - before
+    most = peak(run)
     assert free // 4 < most - 2 * V * D < free, f"{most / 2**20:.0f} MiB"

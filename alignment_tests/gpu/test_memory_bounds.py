@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from alignment_tests import inputs
+from alignment_tests.gpu.memory import peak
 from alignment_tests.gpu.test_model_agrees import LAYER
 from alignment_tests.learner.tiny import tiny_config
 from minitransformer.learner import scoring
@@ -18,19 +19,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing to measure"),
 ]
 MIB = 1 << 20
-REQUESTED = "requested_bytes.all"  # without what the allocator adds to a block
-
-
-def peak(call) -> int:
-    """The most bytes that the second call has at a time, its result included."""
-    call()  # compiles, and makes what stays: packed weights, workspaces
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_stats()[f"{REQUESTED}.current"]
-    result = call()
-    torch.cuda.synchronize()
-    del result
-    return torch.cuda.memory_stats()[f"{REQUESTED}.peak"] - before
 
 
 def filled(module: torch.nn.Module) -> torch.nn.Module:
