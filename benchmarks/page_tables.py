@@ -197,7 +197,7 @@ def headline(old: Cells) -> Cells:
         "at other": f"{mean(ratios(rows('odd'))):.2f}, least {min(ratios(rows('odd'))):.2f}",
         "the same": f"{mean(ratios(rows('dense'), 'fixed_ms')):.2f}",
         "attention, prefill": f"{attend['packed']}; out of pages {attend['paged']}",
-        "attention, decode": f"{decode[worst]:.2f} ({worst.replace('32768', '32,768')}), the others {rest}"
+        "attention, decode": f"{decode[worst]:.3f} ({worst.replace('32768', '32,768')}), the others {rest}"
         + (f"; pages in order {span(ordered)}" if ordered else ""),
         "experts, BF16": "; ".join(span(ratios(part)) for part in graphs),
         "experts, NVFP4": experts,
