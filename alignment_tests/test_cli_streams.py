@@ -2,6 +2,7 @@
 status does not say that something differs."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -58,6 +59,18 @@ def test_closed_streams_change_no_exit_status(folder, closed, line, status):
     done = subprocess.run(f"{' '.join(words)} {closed}", shell=True, capture_output=True, timeout=300)
     assert done.returncode == status
     assert done.stdout == b"" or status == 0, "an error went to standard output, because stderr is closed"
+
+
+@pytest.mark.parametrize("line", ["compare {0}/trace {0}/none", "align --model {0}/none --prompts {0}/few"])
+def test_an_error_that_nobody_can_read_is_bad_input_all_the_same(folder, line):
+    with open("/dev/full", "w") as full:
+        assert command(line, folder, stderr=full).returncode == 2
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        assert command(line, folder, stderr=write).returncode == 2
+    finally:
+        os.close(write)
 
 
 def test_a_fault_of_the_program_is_not_a_difference(monkeypatch, capsys):

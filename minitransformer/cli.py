@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from minitransformer.commands import align, compare, describe, doctor, generate, quantize, recipes, score, sync, trace
@@ -56,8 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _status(argv)
     except Exception:  # Python's own status for it, 1, would say that something differs
-        traceback.print_exc()
+        _tell(traceback.format_exc().rstrip())
         return FAULT
+
+
+def _tell(line: str) -> None:
+    """On stderr. That it is full or unread changes no exit status."""
+    with suppress(OSError):
+        print(line, file=sys.stderr)
 
 
 def _status(argv: Sequence[str] | None) -> int:
@@ -70,10 +76,10 @@ def _status(argv: Sequence[str] | None) -> int:
             sys.stdout.flush()  # not at exit, where Python would complain of a reader that has gone and end with 120
             return status
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _tell(f"error: {error}")
         return BAD_INPUT
     except UnsupportedDevice as error:  # some part of the model has no kernel there
-        print(f"error: {error}; use --device cpu", file=sys.stderr)
+        _tell(f"error: {error}; use --device cpu")
         return BAD_INPUT
     except BrokenPipeError:
         # Without this Python complains once more at exit.
@@ -81,7 +87,7 @@ def _status(argv: Sequence[str] | None) -> int:
         return UNREAD
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        print(f"error: {where}{error.strerror or error}", file=sys.stderr)
+        _tell(f"error: {where}{error.strerror or error}")
         return BAD_INPUT
     except (MemoryError, RuntimeError) as error:
         # torch raises a RuntimeError for memory that it cannot have; every other one is a fault of this program.
@@ -90,10 +96,10 @@ def _status(argv: Sequence[str] | None) -> int:
         from minitransformer.devices import memory_needed
 
         advice = "use fewer or shorter prompts, fewer --stages or a smaller model"
-        print(f"error: not enough memory: {memory_needed(error)}; {advice}", file=sys.stderr)
+        _tell(f"error: not enough memory: {memory_needed(error)}; {advice}")
         return BAD_INPUT
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        _tell("interrupted")
         return INTERRUPTED
 
 

@@ -77,3 +77,19 @@ def test_arguments_of_the_wrong_kind(model):
     for samples, message in [(7, "samples is 7"), ([[1, 2]], r"sample 0 is \[1, 2\]; give a Sample")]:
         with pytest.raises(InputError, match=message):
             learner.update(samples)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"eps": "1e-8"}, "eps is '1e-8'; give a number"),  # which YAML reads as a text
+        ({"weight_decay": "0.1"}, "weight_decay is '0.1'; give a number"),
+        ({"betas": ("0.9", 0.99)}, "betas is '0.9'"),
+        ({"lr": 10**400}, "lr is 10.*; give a number"),
+        ({"max_grad_norm": "1"}, "max_grad_norm is '1'; give a number"),
+        ({"max_tokens_per_pack": 10.5}, "max_tokens_per_pack 10.5 must be an integer"),
+    ],
+)
+def test_a_setting_that_is_no_number_is_refused_before_an_update(model, settings, message):
+    with pytest.raises(InputError, match=message):
+        Learner(model, **settings)

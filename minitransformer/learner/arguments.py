@@ -4,12 +4,23 @@ import math
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch.nn import Parameter
 
 from minitransformer.errors import InputError
 from minitransformer.integers import listed
 from minitransformer.learner.packing import Sample
+
+
+def number(name: str, value: Any) -> float:
+    """Python's float of any kind of number (NumPy's, a tensor's single one); what is saved holds no other kind."""
+    try:
+        if not isinstance(value, str | bytes | bool):  # YAML reads 1e-8 as a text
+            return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        pass
+    raise InputError(f"{name} is {value!r}; give a number")
 
 
 def temperatures(temperature: float | Sequence[float], count: int) -> list[float]:

@@ -54,6 +54,9 @@ def save(learner: "Learner", path: str | os.PathLike) -> None:
         raise InputError(f"{path}: is a directory; name a file")
     learner.optimizer.make_state()
     tensors = {name: tensor.cpu().contiguous() for name, tensor in _state(learner)}
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():  # load would refuse it, and the good file would be gone
+            raise InputError(f"{path}: not written, {name} holds a value that is not finite; load a saved run")
     facts = _facts(learner) | {"step": learner.step, "lr": learner.lr, "tensors": sorted(tensors)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -160,6 +163,8 @@ def _refuse_incomplete(path: str | os.PathLike, facts: dict[str, Any], file: Any
 
 def _fill(learner: "Learner", file: Any, facts: dict[str, Any]) -> None:
     values = {name: file.get_tensor(name) for name, _ in _state(learner)}  # a read may fail: nothing is changed yet
-    learner.lr, learner.optimizer.step = facts["lr"], facts["step"]
+    learner.lr = facts["lr"]
+    learner._torn = True  # until all is written, the weights too
+    learner.optimizer.step = facts["step"]
     for name, tensor in _state(learner):
         tensor.copy_(values[name])

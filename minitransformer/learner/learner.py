@@ -23,7 +23,7 @@ from torch import Tensor
 
 from minitransformer.devices import naming_memory
 from minitransformer.errors import InputError
-from minitransformer.integers import as_list
+from minitransformer.integers import as_list, integer
 from minitransformer.learner import arguments, checkpoint, gradients, scoring
 from minitransformer.learner.losses import Loss, PolicyGradient, counted
 from minitransformer.learner.metrics import UpdateMetrics, metrics
@@ -32,7 +32,7 @@ from minitransformer.learner.packing import Pack, Sample, pack, unpack
 from minitransformer.weights_stamp import WeightsStamp
 
 _LESS = "nothing was updated; lower max_tokens_per_pack, set recompute or freeze parameters"
-_TORN = "an update broke off in AdamW: some masters and weights are new, others are not; load a saved run"
+_TORN = "an update or a load broke off: some masters and weights are new, others are not; load a saved run"
 
 
 class Learner:
@@ -55,15 +55,17 @@ class Learner:
         frozen: Sequence[str] = (),
         max_tokens_per_pack: int = 1024,
     ) -> None:
-        if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
-            raise InputError(f"max_grad_norm {max_grad_norm} must be positive and finite, or None for no clipping")
-        if max_tokens_per_pack < 1:
-            raise InputError(f"max_tokens_per_pack {max_tokens_per_pack} must be at least 1")
+        if max_grad_norm is not None:
+            max_grad_norm = arguments.number("max_grad_norm", max_grad_norm)
+            if not 0 < max_grad_norm < math.inf:
+                raise InputError(f"max_grad_norm {max_grad_norm} must be positive and finite, or None for no clipping")
+        if (tokens := integer(max_tokens_per_pack)) is None or tokens < 1:
+            raise InputError(f"max_tokens_per_pack {max_tokens_per_pack} must be an integer of at least 1")
         self.model, self.recompute = model, recompute
-        self.max_grad_norm, self.max_tokens_per_pack = max_grad_norm, max_tokens_per_pack
+        self.max_grad_norm, self.max_tokens_per_pack = max_grad_norm, tokens
         self.parameters, self.frozen = arguments.split(dict(model.named_parameters()), frozen)
         self.optimizer = Optimizer(self.parameters, lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        self._torn = False  # AdamW is writing masters and weights, or broke off
+        self._torn = False  # masters and weights are being written, or that broke off
         self._written = self._stamp()
 
     @property
@@ -169,8 +171,8 @@ class Learner:
         """
         self._refuse_replaced_parameters()
         checkpoint.load(self, path)
-        self._torn = False
         self.write_weights()
+        self._torn = False
 
     @torch.no_grad()
     def write_weights(self) -> None:
@@ -187,6 +189,7 @@ class Learner:
         """
         from minitransformer.plugins.sglang.sync import sync
 
+        self._refuse_torn()
         return sync(self, to, **options).require_equal()
 
     def _stamp(self) -> dict[str, WeightsStamp]:

@@ -5,7 +5,7 @@ of them are there before the first value is written, and the operator makes none
 memory. Masters and moments are made when they are first needed, since scoring needs none.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 
 import torch
@@ -14,6 +14,8 @@ from torch.nn import Parameter
 
 from minitransformer.devices import require_room
 from minitransformer.errors import InputError
+from minitransformer.integers import listed
+from minitransformer.learner.arguments import number
 from minitransformer.ops.adamw import adamw, check, scalars
 
 FP32 = 4  # bytes
@@ -26,7 +28,8 @@ class Optimizer:
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], lr: float, **settings) -> None:
-        self.parameters, self.settings = parameters, settings
+        self.parameters = parameters
+        self.settings = {name: _plain(f"optimizer settings: {name}", value) for name, value in settings.items()}
         self.step, self.moments = 0, {}
         self.lr = lr
 
@@ -36,11 +39,12 @@ class Optimizer:
 
     @lr.setter
     def lr(self, value: float) -> None:
+        value = number("optimizer settings: lr", value)
         try:
             check(value, **self.settings)
         except (TypeError, ValueError) as error:
             raise InputError(f"optimizer settings: {error}") from None
-        self._lr = float(value)
+        self._lr = value
 
     @cached_property
     def masters(self) -> dict[str, Tensor]:
@@ -69,3 +73,8 @@ class Optimizer:
         for name, parameter in self.parameters.items():
             adamw(parameter.detach(), totals.get(name), self.masters[name], *self.moments[name], now)
         self.step += 1
+
+
+def _plain(name: str, value: float | Iterable[float]) -> float | tuple[float, ...]:
+    several = listed(value)
+    return number(name, value) if several is None else tuple(number(name, x) for x in several)
