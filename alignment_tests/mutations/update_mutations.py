@@ -4,9 +4,16 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 
-from alignment_tests.learner import test_checkpoint, test_learner, test_memory, test_update_goldens
+from alignment_tests.learner import (
+    test_checkpoint,
+    test_checkpoint_breaks,
+    test_learner,
+    test_memory,
+    test_update_goldens,
+)
 from alignment_tests.mutations import Mutation, patched
 from minitransformer import ops
 from minitransformer.devices import naming_memory
@@ -59,6 +66,14 @@ def _check_other_adamw() -> None:
     raise AssertionError("resumed with another AdamW")
 
 
+def _check_broken_load() -> None:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        try:
+            test_checkpoint_breaks.test_a_load_that_breaks_off_is_not_learned_from(Path(folder), patch, "weights")
+        except pytest.fail.Exception as error:  # no error where one was due
+            raise AssertionError(str(error)) from None
+
+
 def _check_updates() -> None:
     test_update_goldens.test_known_answer("bf16")
 
@@ -72,6 +87,8 @@ MUTATIONS = [
              _check_other_adamw),
     Mutation("moments made while weights are written", "an update is whole or not at all",
              patched(Learner, "_apply", _one_by_one), test_memory.check_unchanged),
+    Mutation("half a load is learned from", "an update is whole or not at all",
+             patched(Learner, "_refuse_torn", lambda self: None), _check_broken_load),
     Mutation("moments of a parameter without a gradient stay", _STEP,
              patched(optimizer, "adamw", _skips_without_a_gradient),
              test_learner.test_a_clipped_update_is_that_of_scaled_gradients),
