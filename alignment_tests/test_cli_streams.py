@@ -73,6 +73,16 @@ def test_an_error_that_nobody_can_read_is_bad_input_all_the_same(folder, line):
         os.close(write)
 
 
+def test_a_warning_that_nobody_can_read_costs_no_result(folder):
+    (folder / "cold").write_text('{"prompt_ids": [1, 2], "token_ids": [3], "log_prob_of": "temperature 0.5"}\n')
+    line = "score --model {0}/m --input {0}/cold"
+    told = command(line, folder, capture_output=True)
+    assert told.stderr.startswith(b"warning: ")
+    with open("/dev/full", "w") as full:
+        done = command(line, folder, stderr=full, stdout=subprocess.PIPE)
+    assert (done.returncode, done.stdout) == (0, told.stdout)
+
+
 def test_a_fault_of_the_program_is_not_a_difference(monkeypatch, capsys):
     """Nor is one that only speaks of memory a lack of it."""
     for error in (ZeroDivisionError(), RuntimeError("unsupported memory format")):

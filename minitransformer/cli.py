@@ -13,11 +13,12 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import NoReturn
 
 from minitransformer.commands import align, compare, describe, doctor, generate, quantize, recipes, score, sync, trace
 from minitransformer.errors import InputError, UnsupportedDevice
+from minitransformer.files import tell
 
 COMMANDS = (align, generate, score, trace, compare, sync, quantize, recipes, describe, doctor)
 BAD_INPUT, FAULT, INTERRUPTED, UNREAD, TERMINATED = 2, 70, 130, 141, 143
@@ -56,14 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _status(argv)
     except Exception:  # Python's own status for it, 1, would say that something differs
-        _tell(traceback.format_exc().rstrip())
+        tell(traceback.format_exc().rstrip())
         return FAULT
-
-
-def _tell(line: str) -> None:
-    """On stderr. That it is full or unread changes no exit status."""
-    with suppress(OSError):
-        print(line, file=sys.stderr)
 
 
 def _status(argv: Sequence[str] | None) -> int:
@@ -76,10 +71,10 @@ def _status(argv: Sequence[str] | None) -> int:
             sys.stdout.flush()  # not at exit, where Python would complain of a reader that has gone and end with 120
             return status
     except InputError as error:
-        _tell(f"error: {error}")
+        tell(f"error: {error}")
         return BAD_INPUT
     except UnsupportedDevice as error:  # some part of the model has no kernel there
-        _tell(f"error: {error}; use --device cpu")
+        tell(f"error: {error}; use --device cpu")
         return BAD_INPUT
     except BrokenPipeError:
         # Without this Python complains once more at exit.
@@ -87,7 +82,7 @@ def _status(argv: Sequence[str] | None) -> int:
         return UNREAD
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        _tell(f"error: {where}{error.strerror or error}")
+        tell(f"error: {where}{error.strerror or error}")
         return BAD_INPUT
     except (MemoryError, RuntimeError) as error:
         # torch raises a RuntimeError for memory that it cannot have; every other one is a fault of this program.
@@ -96,10 +91,10 @@ def _status(argv: Sequence[str] | None) -> int:
         from minitransformer.devices import memory_needed
 
         advice = "use fewer or shorter prompts, fewer --stages or a smaller model"
-        _tell(f"error: not enough memory: {memory_needed(error)}; {advice}")
+        tell(f"error: not enough memory: {memory_needed(error)}; {advice}")
         return BAD_INPUT
     except KeyboardInterrupt:
-        _tell("interrupted")
+        tell("interrupted")
         return INTERRUPTED
 
 

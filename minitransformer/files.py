@@ -181,6 +181,12 @@ def _lock(path: Path) -> int | None:
     return None
 
 
+def tell(line: str) -> None:
+    """On stderr. That it is full or that nobody reads it ends no work and changes no exit status."""
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+
+
 def standard_stream(path: Path) -> IO[str] | None:
     """sys.stdout or sys.stderr if the path is what it goes to: opening it once more would cut off what it holds."""
     for stream in (sys.stdout, sys.stderr):

@@ -1,7 +1,6 @@
 """What several commands share: options, loading, names for what they write and show."""
 
 import argparse
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from minitransformer.commands.output import as_json, console, json_lines, report
 from minitransformer.commands.progress import progress
 from minitransformer.errors import InputError
-from minitransformer.files import check_output, write_text
+from minitransformer.files import check_output, tell, write_text
 
 __all__ = ["as_json", "check_output", "console", "json_lines", "progress", "report", "write_text"]  # used from here
 
@@ -142,7 +141,7 @@ def device(name: str, args: argparse.Namespace) -> "torch.device":
     allow_unverified(args.allow_unverified)
     found = resolve(name)
     if unverified(found):
-        print(f"warning: unverified: {unverified(found)}", file=sys.stderr)
+        tell(f"warning: unverified: {unverified(found)}")
     return found
 
 

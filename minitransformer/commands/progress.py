@@ -5,6 +5,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from minitransformer.files import tell
+
 
 class Silent:
     def __call__(self, text: str, total: int | None = None) -> None:
@@ -22,7 +24,7 @@ class Lines(Silent):
 
     def __call__(self, text: str, total: int | None = None) -> None:
         if text != self.text:
-            print(f"{time.monotonic() - self.began:7.1f} s  {text}", file=sys.stderr, flush=True)
+            tell(f"{time.monotonic() - self.began:7.1f} s  {text}")
         self.text = text
 
 

@@ -1,12 +1,12 @@
 """Errors of requests and sequences, told by the line of the file that each stands on."""
 
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from minitransformer.errors import InputError
+from minitransformer.files import tell
 
 if TYPE_CHECKING:
     from minitransformer.sampler.sequence import Completion
@@ -29,5 +29,5 @@ def report_failed(path: str, lines: Sequence[int], completions: "Sequence[Comple
     """One line on stderr for each request that failed, named by the line of its prompt; whether there is one."""
     failed = [(line, c.error) for line, c in zip(lines, completions, strict=True) if c.error is not None]
     for line, what in failed:
-        print(f"error: {path}:{line}: {what}", file=sys.stderr)
+        tell(f"error: {path}:{line}: {what}")
     return bool(failed)

@@ -14,13 +14,12 @@ Example:
 """
 
 import argparse
-import sys
 from dataclasses import fields
 from typing import Any
 
 from minitransformer.commands import common, prompt_lines
 from minitransformer.errors import InputError
-from minitransformer.files import parse_json, read_text, shown
+from minitransformer.files import parse_json, read_text, shown, tell
 
 EXPECTED = 'expected {"prompt", "completion"}, {"prompt_ids", "token_ids"}, {"text"} or {"ids"}'
 # The keys of a form -> those that may stand beside them: what `score` writes, so that its lines can be scored again.
@@ -93,7 +92,7 @@ def _warn_of_other_temperatures(path: str, items: list[dict], numbers: list[int]
         line, what = other[0]
         what = f"{path}:{line}: its log-probs are of the {shown(what)}, --temperature {temperature:g} gives others"
         more = f" ({len(other)} such lines)" if len(other) > 1 else ""
-        print(f"warning: {what}{more}", file=sys.stderr)
+        tell(f"warning: {what}{more}")
 
 
 def _sequence(where: str, item: Any, model: Any) -> tuple[list[int], list[int]]:

@@ -20,7 +20,7 @@ from typing import Any
 from minitransformer.commands import common, prompt_lines
 from minitransformer.commands.score import read_sequences
 from minitransformer.errors import InputError
-from minitransformer.files import is_replaceable
+from minitransformer.files import is_replaceable, tell
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     wrong = [r.stage for r in trace.conflicts({c.request_id for c in completions if c.error is None}) if not r.equal]
     if wrong:
         what = f"stage {wrong[0]}: rows that the sampler computed again have other bits; no trace is written"
-        print(f"error: {what}", file=sys.stderr)
+        tell(f"error: {what}")
         return 1
     if not trace.stages:
         raise InputError("no stage was traced; widen --stages")
