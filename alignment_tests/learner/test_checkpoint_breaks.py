@@ -12,6 +12,7 @@ from alignment_tests.learner.tiny import random_samples, tiny_model
 from minitransformer.errors import InputError
 from minitransformer.learner import checkpoint
 from minitransformer.learner.learner import Learner
+from minitransformer.learner.optimizer import Optimizer
 
 
 def test_what_could_not_be_loaded_is_not_saved_over_what_can(tmp_path):
@@ -32,6 +33,19 @@ def test_numbers_of_numpy_and_torch_are_saved_as_pythons(tmp_path):
     other = Learner(tiny_model(), weight_decay=0.25, betas=[0.5, 0.75], max_grad_norm=2, max_tokens_per_pack=64)
     other.load(tmp_path / "run")
     assert other.lr == 0.5
+
+
+def test_a_lack_of_memory_is_named(tmp_path, monkeypatch):
+    saved, learner = Learner(tiny_model()), Learner(tiny_model())
+    saved.save(tmp_path / "run")
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.25 GiB. GPU 0 has a total capacity of")
+
+    monkeypatch.setattr(Optimizer, "make_state", full)
+    for call in (learner.save, learner.load):
+        with pytest.raises(InputError, match="masters and moments in FP32: 20.25 GiB more were needed.*was changed"):
+            call(tmp_path / "run")
 
 
 @pytest.mark.parametrize("where", ["masters", "weights"])

@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from minitransformer.devices import naming_memory
 from minitransformer.errors import InputError
 from minitransformer.files import named, replacing_file
 from minitransformer.ops import adamw
@@ -48,11 +49,11 @@ _MUST_MATCH = {
 
 
 def save(learner: "Learner", path: str | os.PathLike) -> None:
-    """Writes the file; an error leaves whatever stood at the path before. Raises InputError if it can't be written."""
+    """Writes the file; an error leaves what stood at the path. InputError if it can't be written or is not finite."""
     path = named(path)
     if path.is_dir():
         raise InputError(f"{path}: is a directory; name a file")
-    learner.optimizer.make_state()
+    _make_state(learner)
     tensors = {name: tensor.cpu().contiguous() for name, tensor in _state(learner)}
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():  # load would refuse it, and the good file would be gone
@@ -74,13 +75,18 @@ def load(learner: "Learner", path: str | os.PathLike) -> None:
         with safe_open(named(path), framework="pt", device="cpu") as file:
             facts = _read_facts(path, file.metadata())
             _refuse_differences(path, facts, _facts(learner))
-            learner.optimizer.make_state()
+            _make_state(learner)
             _refuse_incomplete(path, facts, file, learner)
             _fill(learner, file, facts)
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path}: not a complete safetensors file ({error}); save it again") from None
     if facts["format"] == OF_TORCH:
         warnings.warn(f"{path}: torch's AdamW computed its updates; the next ones are {adamw.SPEC}'s", stacklevel=3)
+
+
+def _make_state(learner: "Learner") -> None:
+    with naming_memory("making masters and moments in FP32", "nothing was changed; freeze parameters or free memory"):
+        learner.optimizer.make_state()
 
 
 def _state(learner: "Learner") -> Iterator[tuple[str, Tensor]]:
