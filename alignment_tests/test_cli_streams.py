@@ -13,6 +13,8 @@ from minitransformer.cli import main
 from minitransformer.commands import common
 from minitransformer.errors import InputError
 
+# Buffered, as for users: what a failed write leaves in the buffer is tried again at exit.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
 PROMPTS = 400  # whose lines are more than a pipe holds
 COMMANDS = {
     "generate": "generate --model {0}/m --prompts {0}/p --max-new-tokens 1 --json {0}/out",
@@ -34,7 +36,9 @@ def folder(tmp_path_factory):
 
 def command(line: str, folder, **streams) -> subprocess.CompletedProcess:
     words = line.format(folder).split()
-    return subprocess.run([sys.executable, "-m", "minitransformer.cli", *words], timeout=300, **streams)
+    return subprocess.run(
+        [sys.executable, "-m", "minitransformer.cli", *words], timeout=300, env=ENVIRONMENT, **streams
+    )
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -43,7 +47,7 @@ def test_a_reader_that_goes_away_takes_no_result_along(folder, name):
     (folder / "out").unlink(missing_ok=True)
     words = COMMANDS[name].format(folder).split()
     run = [sys.executable, "-m", "minitransformer.cli", *words]
-    with subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT) as process:
         process.stdout.close()
         _, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (141, b"")
@@ -56,7 +60,7 @@ def test_a_reader_that_goes_away_takes_no_result_along(folder, name):
 @pytest.mark.parametrize("line, status", [("compare {0}/trace {0}/trace", 0), ("compare {0}/trace {0}/none", 2)])
 def test_closed_streams_change_no_exit_status(folder, closed, line, status):
     words = [sys.executable, "-m", "minitransformer.cli", *line.format(folder).split()]
-    done = subprocess.run(f"{' '.join(words)} {closed}", shell=True, capture_output=True, timeout=300)
+    done = subprocess.run(f"{' '.join(words)} {closed}", shell=True, capture_output=True, timeout=300, env=ENVIRONMENT)
     assert done.returncode == status
     assert done.stdout == b"" or status == 0, "an error went to standard output, because stderr is closed"
 
@@ -71,6 +75,12 @@ def test_an_error_that_nobody_can_read_is_bad_input_all_the_same(folder, line):
         assert command(line, folder, stderr=write).returncode == 2
     finally:
         os.close(write)
+
+
+def test_a_full_standard_output_is_told(folder):
+    with open("/dev/full", "w") as full:
+        done = command("recipes", folder, stdout=full, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (2, b"error: No space left on device\n")
 
 
 def test_a_warning_that_nobody_can_read_costs_no_result(folder):
@@ -97,7 +107,7 @@ def test_a_fault_of_the_program_is_not_a_difference(monkeypatch, capsys):
 
 def test_a_command_with_progress_runs_without_stderr(folder):
     words = f"{sys.executable} -m minitransformer.cli score --model {folder}/m --input {folder}/few 2>&-"
-    done = subprocess.run(words, shell=True, capture_output=True, timeout=300)
+    done = subprocess.run(words, shell=True, capture_output=True, timeout=300, env=ENVIRONMENT)
     assert done.returncode == 0 and len(json.loads(done.stdout)["log_probs"]) == 2
 
 

@@ -14,7 +14,7 @@ import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from minitransformer.commands import align, compare, describe, doctor, generate, quantize, recipes, score, sync, trace
 from minitransformer.errors import InputError, UnsupportedDevice
@@ -59,6 +59,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception:  # Python's own status for it, 1, would say that something differs
         tell(traceback.format_exc().rstrip())
         return FAULT
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            _leave(stream)
+
+
+def _leave(stream: TextIO) -> None:
+    """What it can't be rid of goes nowhere: at exit Python would try once more, complain, and end with 120."""
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _status(argv: Sequence[str] | None) -> int:
@@ -68,7 +79,7 @@ def _status(argv: Sequence[str] | None) -> int:
     try:
         with _ending_on_sigterm():
             status = args.run(args)
-            sys.stdout.flush()  # not at exit, where Python would complain of a reader that has gone and end with 120
+            sys.stdout.flush()  # a reader that has gone is found here, not at exit
             return status
     except InputError as error:
         tell(f"error: {error}")
@@ -77,8 +88,6 @@ def _status(argv: Sequence[str] | None) -> int:
         tell(f"error: {error}; use --device cpu")
         return BAD_INPUT
     except BrokenPipeError:
-        # Without this Python complains once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNREAD
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
